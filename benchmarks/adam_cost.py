@@ -5,8 +5,8 @@
 Each model is trained on real data for a few epochs, once by SGD and once by AdamW, with six
 checkpoints. `Source()` on the AdamW run is compared with `Source()` on the SGD run (of the same
 model, data, curvature and segments) and with `Source.published()` on the AdamW run. Processor
-seconds of whole attributions, from scratch and with cached factors, taken in turn; the least of the
-rounds.
+seconds of whole attributions, from scratch and with cached factors, taken in turn; the fastest
+round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the time of one workload goes on a GPU.
+"""Where one workload spends its time on a GPU.
 
     python -m benchmarks.profile_gpu gpt2-small bf16 [--method source] [--train 256] [--parts ...]
 

@@ -12,7 +12,7 @@ RESULTS = FOLDER / "results"
 
 def least_of(rounds: int, kind: str = "rounds") -> str:
     """How a time was taken."""
-    return "one round" if rounds == 1 else f"the least of {rounds} {kind}"
+    return "one round" if rounds == 1 else f"the fastest of {rounds} {kind}"
 
 
 def _peer_table(results: dict[str, Any]) -> list[str]:

@@ -3,8 +3,8 @@
     python -m benchmarks.several_processes
 
 Everything from scratch, one thread for each process, gloo. One and two processes take turns; times
-are wall seconds between two barriers, the least of the rounds, with the largest processor seconds
-of a rank beside them. "factors" are the bytes of eigenbases and eigenvalues that a rank holds while
+are wall seconds between two barriers, of the fastest round, with the largest processor seconds
+of a rank. "factors" are the bytes of eigenbases and eigenvalues that a rank holds while
 scores are computed, "peak" the process's largest resident memory above that at the start.
 """
 

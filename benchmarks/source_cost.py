@@ -4,7 +4,7 @@
 
 SOURCE with six checkpoints in three segments, FastSource with three segments, and influence
 functions at the final model, each from scratch on the same data, alternately; processor seconds,
-the least of the rounds. The unit is one plain pass: loss.backward() over the same batches.
+of the fastest round. The unit is one plain pass: loss.backward() over the same batches.
 """
 
 from __future__ import annotations

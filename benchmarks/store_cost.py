@@ -5,7 +5,7 @@
 A store of the FashionMNIST MLP's gradients in the leading eigenbasis, float32, at one checkpoint;
 random images, because only sizes count. The machine's bandwidth is measured in the same minutes as
 the time in which the same memory, mapped from the same file, is added up, which nothing that reads
-it all can beat. Wall seconds, one thread, the least of several rounds that alternate. Results go to
+it all can beat. Wall seconds, one thread, the fastest of several alternating rounds. Results go to
 benchmarks/results/store_cost.json.
 
 `lds_by_dimension` is for the script that has a Truth: how well a store's scores do at each

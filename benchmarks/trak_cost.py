@@ -5,8 +5,8 @@
 The FashionMNIST MLP (784-512-256-128-10, 567,434 parameters). Ours is `Trak(...).attribute` from
 scratch: gradients, projection, ΦᵀΦ, scores. Theirs is given every example's gradient, which is not
 counted, and times `BasicProjector.project`, batch by batch, and `BasicScoreComputer`. Alternately,
-in one process, one thread; processor seconds, the least of the rounds. Peak memory is of a process
-of its own, above its start. Results go to benchmarks/results/trak_cost.json.
+in one process, one thread; processor seconds of the fastest round. Peak memory is that of a
+separate process, above its start. Results go to benchmarks/results/trak_cost.json.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ INTRO = """# The command line
 
 ```console
 $ pip install 'whence-tda[cli]'
-$ whence demo                                # a minute's tour, which needs 'whence-tda[demo]'
+$ whence demo                                # a one-minute tour; needs 'whence-tda[demo]'
 ```
 
 All other commands take a **study file**: one Python file that describes what was trained.
@@ -49,7 +49,7 @@ recipe = whence.Recipe(
 )
 study = whence.Study(
     make_model(), whence.Classification(), train,
-    runs=recipe.run(seed=0, out="runs/0"),   # trains once; from then on it only opens the run
+    runs=recipe.run(seed=0, out="runs/0"),   # trains the first time; later it opens the run
 )
 ```
 
@@ -74,16 +74,16 @@ $ whence lds scores/* --truth truth/0
 
 ## The study file
 
-It must define `study`, a [`whence.Study`](api.md). It may define
+It must define `study`, a [`whence.Study`](api.md). It may also define:
 
 | name | |
 |---|---|
-| `query` | the queries, a dataset built like the training data. Others by name: `--query NAME` |
-| `recipe` | a `whence.Recipe`, for `truth`, `removal`, `--method leaveoneout` and the explorer's *what if* |
+| `query` | the queries, a dataset built like the training data. Choose another name with `--query NAME` |
+| `recipe` | a `whence.Recipe`, for the commands that retrain: `truth`, `removal`, `select`, `whatif --retrain`, `--method leaveoneout`, and the explorer's *what if* |
 | `classes`, `columns` | names of classes and features |
 | `tokenizer`, `renderer` | turns token ids into text; turns an example into something to show |
 
-If your file uses a name of the last two lines for something else (`columns = 3`), it is ignored with a
+If your file uses one of the last four names for something else (`columns = 3`), it is ignored with a
 warning.
 
 The run can also come from a [Recorder](record.md): `runs="runs/mnist"`. The file is imported, so a training
@@ -93,7 +93,7 @@ trust.
 
 ### A YAML for Hugging Face folders
 
-For the output folder of a `transformers.Trainer` you need no Python file. Extras: `whence-tda[cli,huggingface]`.
+For the output folder of a `transformers.Trainer`, a YAML file is enough. Install `whence-tda[cli,huggingface]`.
 
 ```yaml
 # study.yaml
@@ -118,7 +118,7 @@ tasks and other collators need a `study.py`.
 - Exit codes: 0 success, 1 failure, 2 bad input (a wrong option, file or setting), 130 interrupted.
 - Progress bars with the remaining time appear on a terminal, and never in a log file; `--no-progress` hides them.
 - Tab completion: `whence --install-completion`, once.
-- `fit`, `attribute`, `truth`, `removal` and `reproduce` **resume**: after Ctrl-C or a killed job, run the same
+- `fit`, `attribute`, `truth`, `select`, `removal` and `reproduce` **resume**: after Ctrl-C or a killed job, run the same
   command again. The result is bit-identical to an uninterrupted run.
 - `WHENCE_DEBUG=1` before a command shows tracebacks.
 """

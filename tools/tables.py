@@ -579,7 +579,7 @@ def best_cost_table() -> list[str]:
     return [
         *lines,
         "",
-        f"From nothing to scores, {least_of(study['rounds'], 'alternating rounds')}; "
+        f"From scratch to scores, {least_of(study['rounds'], 'alternating rounds')}; "
         f"{study['device']}. `python -m experiments.studies.best`.",
     ]
 
@@ -711,7 +711,7 @@ def store_scale_table() -> list[str]:
         + " | ".join(f"first answer, q = {q}" for q in queries)
         + " | "
         + " | ".join(f"second, q = {q}" for q in queries)
-        + " | the disk is the limit up to |",
+        + " | the disk is the bottleneck up to |",
         "|---|" + "---:|" * (2 * len(queries) + 3),
     ]
     for form, about in r["forms"].items():

@@ -36,11 +36,11 @@ from whence.table import estimate
 Tasks = Mapping[str, Mapping[str, Any]]  # entries of one protocol
 FIGURES = "assets/leaderboard"  # below docs/; those in figures/ are drawn on white
 INK = {"light": "#1a1a1a", "dark": "#e6e6e6"}
-EARLIER = "† weighted by the first half of the way alone, as an earlier version did."
+EARLIER = "† metasmoothness by an earlier definition: weighted by the first half of the way only."
 ANOTHER = "‡"  # a row that other retrainings judged
 ELSEWHERE = (
-    "Hollow points are other libraries. Where the tables below name a device beside the seconds, a "
-    "row was computed on that device, and its cost does not compare with the others'."
+    "Hollow points are other libraries. If the tables below name a device next to the seconds of a "
+    "row, that device computed it: do not compare its cost with that of other rows."
 )
 OURS = ("Source()", "Influence()", "Best()", "Unrolled (MAGIC)", "Unrolled, expected")
 MARKERS = "osD^vP*X<>dph8"
@@ -48,7 +48,7 @@ PEER = "#8e6bd1"  # other libraries
 
 
 def tasks_of(stored: Mapping[str, Any], protocol: Protocol) -> Tasks:
-    """The entries of a protocol in the board's order, without quick versions."""
+    """The entries of a protocol in the leaderboard's order, without quick versions."""
     entries = stored["protocols"].get(protocol.name, {})
     return {t: entries[t] for t in BOARD if t in entries and not entries[t]["sizes"]["quick"]}
 
@@ -60,7 +60,7 @@ def level_with_best(row: Mapping[str, Any]) -> bool:
 
 
 def names_of(tasks: Tasks) -> list[str]:
-    """The methods of some tasks in the board's order, then those of other libraries."""
+    """The methods of some tasks in the leaderboard's order, then those of other libraries."""
     shown = dict.fromkeys(name for entry in tasks.values() for name in entry["methods"])
     return [*(n for n in ENTRIES if n in shown), *(n for n in shown if n not in ENTRIES)]
 
@@ -105,7 +105,7 @@ def standing(tasks: Tasks) -> str:
             rows[name] += 1
     ahead = sorted((n for n in level if level[n]), key=lambda name: -level[name])
     counts = ", ".join(f"{name} on {level[name]} of {rows[name]}" for name in ahead)
-    return f"Best, or not certainly worse than the best, of the tasks where it has a row: {counts}."
+    return f"Tasks on which each method is the best, or not certainly worse: {counts}."
 
 
 def _ceiling(entry: Mapping[str, Any]) -> float | None:

@@ -288,7 +288,7 @@ def _combined(results: Mapping[str, Sequence[Entry]]) -> str:
     text += counted(len(better) + len(worse), "task")
     text += f" ({', '.join([*better, *worse])})."
     if former:
-        text += f" The weights of {_titles(former)} are by an earlier rule of `combine`."
+        text += f" The weights of {_titles(former)} were fitted by an earlier rule of `combine`."
     return text
 
 

@@ -3,7 +3,7 @@
     python -m experiments.studies.best [TASK...] [--device cuda] [--rounds 3]
 
 Writes results/best.json. Both are computed from scratch, fitting included, for 200 queries; the
-least of the rounds counts. On a GPU once with float32 products, once with products rounded to TF32.
+fastest round counts. On a GPU once with float32 products, once with products rounded to TF32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ METHODS = {"Source": whence.Source, "Best": whence.Best}
 
 
 def seconds(work: Trainings, method: Any, device: str) -> float:
-    """From nothing to scores."""
+    """From scratch to scores."""
     study = work.study(0)
     start = time.perf_counter()
     method.attribute(study, work.query, device=device, progress=False)

@@ -2,7 +2,7 @@
 
     python -m experiments.leaderboard --publish FOLDER --from SUMS
 
-SUMS is the --out of `experiments.studies.single`. Each file of sums becomes a folder of its own,
+SUMS is the --out of `experiments.studies.single`. Each file of sums becomes a folder,
 FOLDER/PROTOCOL/TASK (`whence.evaluate.Benchmark`). Nothing is trained. The datasets are read, to
 check that the sums are of this version of the task.
 
@@ -45,7 +45,7 @@ def benchmark(saved: Sums) -> Benchmark:
     """The truth and the predictions of one task under one protocol."""
     sizes, experiment = saved.protocol, BOARD.get(saved.protocol.task)
     if experiment is None:
-        raise ValueError(f"no task of the board is called {sizes.task}")
+        raise ValueError(f"the leaderboard has no task {sizes.task!r}")
     recipe, _ = experiment.recipe(sizes.quick)
     if recipe.fingerprint != saved.truth["recipe"]:
         raise ValueError(

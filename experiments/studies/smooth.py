@@ -5,9 +5,9 @@
 
 For every combination: the metasmoothness, the held-out loss (and accuracy) before and after
 training, and with --lds the LDS of `Unrolled` where 1 % of the data is dropped in place, and what
-the mean of the queries costs next to the training: the least of several rounds, in which both take
-turns. The settings that the board's smooth tasks have were found like this. Rows go to --out, one
-JSON object a line; a combination that is there is not run again.
+the mean of the queries costs next to the training: the fastest of several rounds, in which both
+take turns. This is how the settings of the leaderboard's smooth tasks were chosen. Rows go to
+--out, one JSON object a line; a combination that is there is not run again.
 """
 
 from __future__ import annotations

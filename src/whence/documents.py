@@ -110,10 +110,10 @@ def unpacked(
             )
         counted = _predicted(labels)
         for number in sorted(set(of.tolist())):
-            its = labels.masked_fill(of != number, IGNORED)
-            share = _predicted(its) / max(1, counted) if reduction == "mean" else 1.0
+            document_labels = labels.masked_fill(of != number, IGNORED)
+            share = _predicted(document_labels) / max(1, counted) if reduction == "mean" else 1.0
             parts, weights = sets.setdefault(number, ([], []))
-            parts.append({"input_ids": ids, "labels": its})
+            parts.append({"input_ids": ids, "labels": document_labels})
             weights.append(share)
     return [RowSet(sets[k][0], torch.tensor(sets[k][1], dtype=torch.float64)) for k in sorted(sets)]
 
@@ -145,11 +145,13 @@ def padded(documents: Sequence[Any]) -> Any:
 
 
 def _padded_sets(sets: Sequence[RowSet]) -> RowSet:
-    most = max(len(each.rows) for each in sets)
+    most = max(len(row_set.rows) for row_set in sets)
     nothing = {"input_ids": torch.zeros(1).long(), "labels": torch.full((1,), IGNORED)}
-    rows = [row for each in sets for row in [*each.rows, *[nothing] * (most - len(each.rows))]]
+    rows = [
+        row for row_set in sets for row in [*row_set.rows, *[nothing] * (most - len(row_set.rows))]
+    ]
     batch = {name: x.unflatten(0, (-1, most)) for name, x in padded(rows).items()}
-    weights = [torch.as_tensor(each.weights) for each in sets]
+    weights = [torch.as_tensor(row_set.weights) for row_set in sets]
     return RowSet(batch, torch.stack([F.pad(w, (0, most - len(w))) for w in weights]))
 
 

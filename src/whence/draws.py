@@ -86,7 +86,7 @@ class Uniform:
 
     def rows(self, count: int) -> Uniform:
         """Draws for each of `count` rows of every example, (n count, positions)."""
-        each = Uniform.__new__(Uniform)
+        draws = Uniform.__new__(Uniform)
         rows = torch.arange(count, device=self._keys.device)
-        each._keys = mix(self._keys.unsqueeze(-1) + rows).flatten()
-        return each
+        draws._keys = mix(self._keys.unsqueeze(-1) + rows).flatten()
+        return draws

@@ -1,8 +1,7 @@
 """The errors that whence raises on purpose, the checks that raise them, and its warnings.
 
-Each error is also the built-in error of its kind.
-
-Catch `WhenceError` for anything that whence complains about, or the built-in type as usual:
+Each error is also a built-in error, such as `InvalidInput`, which is a `ValueError`. Catch
+`WhenceError` for anything that whence complains about, or the built-in type as usual:
 
     try:
         scores = whence.Source().attribute(study, query)
@@ -228,7 +227,7 @@ _INSIDE = ("whence", "contextlib")  # whose lines are not the user's
 def warn(message: str, *, stacklevel: int = 2) -> None:
     """Warn, and note the message for every result that is being computed.
 
-    Python shows the same warning of the same line once; a result has all of its own.
+    Python shows the same warning of the same line once; each result stores all of its warnings.
     """
     note(message)
     warnings.warn(message, stacklevel=stacklevel + 1)

@@ -1,8 +1,8 @@
 """Progress bars.
 
 A call with several passes over the data shows one bar, whose length is the time that they are
-expected to take, with the time left. Work outside such a call has bars of its own. There are none
-in a log file, which they would fill.
+expected to take, with the time left. Work outside such a call has its own bars. A log file gets no
+bars, because they would fill it.
 """
 
 from __future__ import annotations

@@ -95,9 +95,9 @@ class Averaged(Task):
     def output_factor(self, outputs: Tensor, batch: Any) -> Tensor:
         factor = self.task.output_factor(outputs.flatten(0, 1), self._flat(batch))
         (n, k), (_, c, r) = batch.weights.shape, factor.shape
-        each = factor.view(n, k, c, r) * _roots(batch.weights)[..., None, None].to(factor)
+        by_row = factor.view(n, k, c, r) * _roots(batch.weights)[..., None, None].to(factor)
         whole, rows = factor.new_zeros(n, k, c, k, r), torch.arange(k)
-        whole[:, rows, :, rows] = each.transpose(0, 1)  # rows have no curvature between them
+        whole[:, rows, :, rows] = by_row.transpose(0, 1)  # rows have no curvature between them
         return whole.view(n, k * c, k * r)
 
 
@@ -118,8 +118,8 @@ def _flattened(rows: Any, count: int) -> Any:
 
 def _summed(values: Tensor, weights: Tensor) -> Tensor:
     """Numbers (n k,) of the rows as weighted sums (n,). A row of weight 0 may be anything."""
-    each = values.view(weights.shape)
-    return torch.where(weights == 0, 0.0, each * weights.to(values)).sum(1)
+    by_row = values.view(weights.shape)
+    return torch.where(weights == 0, 0.0, by_row * weights.to(values)).sum(1)
 
 
 def _roots(weights: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class Augmented:
         transform: example -> example. It may draw from torch, NumPy and `random`. None changes
             nothing.
         draws: rows of a set.
-        seed: of the draws.
+        seed: seed of the draws.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ from whence.persist.files import as_path
 from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
 from whence.run.checkpoint import architecture_sha256, same_weights, weights_sha256
-from whence.run.evidence import RARELY, Draws, clipped_at_most, distance_from_final
+from whence.run.evidence import RARE_CLIPPING, Draws, clipped_at_most, distance_from_final
 from whence.table import Table, listed, one_line
 from whence.task import IGNORED, Task
 from whence.world import World
@@ -81,8 +81,8 @@ class Study:
         candidates: Any = None,
     ) -> None:
         several = isinstance(runs, Sequence) and not isinstance(runs, (str, os.PathLike))
-        each: Sequence[Runs] = runs if several else [runs]  # type: ignore[assignment,list-item]
-        self.runs = [run if isinstance(run, Run) else Run.open(run) for run in each]
+        listed_runs: Sequence[Runs] = runs if several else [runs]  # type: ignore[assignment,list-item]
+        self.runs = [run if isinstance(run, Run) else Run.open(run) for run in listed_runs]
         if not self.runs:
             raise InvalidInput("runs is empty: give at least one Run")
         self.collate = collate
@@ -91,8 +91,8 @@ class Study:
         given = {k: unwrapped(m) for k, m in self._by_stage("model", model).items()}
         self.device = next(given[self.stages[-1]].parameters(), torch.zeros(())).device
         self.models = {k: unsharded(m) for k, m in given.items()}
-        for one in self.models.values():
-            for name, parameter in one.named_parameters():
+        for network in self.models.values():
+            for name, parameter in network.named_parameters():
                 if parameter.is_complex():
                     raise InvalidInput(
                         f"parameter {name} is {parameter.dtype}: whence differentiates by real "
@@ -200,7 +200,7 @@ class Study:
             notes = {name: f"{name}={value!r}" for name, value in run.notes.items()}
             clip = run.notes.get("clip_norm")
             share = clipped_at_most(run, clip) if isinstance(clip, int | float) and clip > 0 else 1
-            if share < RARELY:
+            if share < RARE_CLIPPING:
                 del notes["clip_norm"]  # a trainer's default that did next to nothing
             elif share < 1:
                 notes["clip_norm"] += f" (at most {share:.0%} of the updates before a checkpoint)"
@@ -247,8 +247,8 @@ class Study:
     def _without_target(self, stage: str, data: Batches, message: str) -> list[str]:
         """The message, if some of the examples that are checked have no loss."""
         task, checked = self.tasks[stage], candidates(data)
-        each = (task.ignored(batch) for batch in looked_at(data, checked))
-        count = sum(int(none.sum()) for none in each if none is not None)
+        ignored = (task.ignored(batch) for batch in looked_at(data, checked))
+        count = sum(int(none.sum()) for none in ignored if none is not None)
         known = {"count": count, "checked": len(checked), "target": IGNORED}
         return [message.format(**known)] if count else []
 
@@ -302,7 +302,7 @@ class Study:
         """
         choose = self.layers or layers
         copies: dict[int, WeightLoader] = {}
-        every: dict[tuple[int, int], Tracked] = {}
+        tracked_of: dict[tuple[int, int], Tracked] = {}
         passes: dict[str, Passes] = {}
         clock = Clock(device)
         for stage in reversed(self.stages):
@@ -320,7 +320,7 @@ class Study:
             loaded.load(checkpoints[-1])
             data = self.data[stage]
             several = place(data.take(range(min(PROBED, len(data)))), device, dtype)
-            if pair not in every:
+            if pair not in tracked_of:
                 rounded = bool(rounded_products(dtype, device))
                 separation = Separation(loaded.model, task, data, device, dtype, rounded)
                 compared = pairs(data)
@@ -331,12 +331,12 @@ class Study:
                     updates = Updates(evidence.trained, run.same_rates, unrecorded)
                 tracked = find(loaded.model, task, several, choose, updates)
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
-                last = next(iter(every.values()), tracked)
-                every[pair] = tracked.shared_with(last) if scope == "query" else tracked
+                last = next(iter(tracked_of.values()), tracked)
+                tracked_of[pair] = tracked.shared_with(last) if scope == "query" else tracked
             passes[stage] = Passes(
                 loaded,
                 task,
-                every[pair],
+                tracked_of[pair],
                 clock,
                 dtype=dtype,
                 workers=workers,
@@ -401,7 +401,7 @@ class Study:
         sizes = ", ".join(f"{name}: {len(data):,}" for name, data in self.data.items())
         tasks = ", ".join(dict.fromkeys(map(repr, self.tasks.values())))
         name = type(self.model).__name__
-        return one_line(f"Study({name}, {tasks}, examples {{{sizes}}}, {len(self.runs)} run(s))")
+        return one_line(f"Study({name}, {tasks}, examples {{{sizes}}}, runs: {len(self.runs)})")
 
     def _repr_html_(self) -> str:
         numbers = sum(p.numel() for p in self.model.parameters())

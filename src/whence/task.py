@@ -201,8 +201,8 @@ def inverted_in_blocks(probabilities: Tensor, draws: Tensor) -> Tensor:
     rows, classes = probabilities.shape[:-1], probabilities.shape[-1]
     whole = classes // BLOCK * BLOCK
     blocks, rest = probabilities[..., :whole].view(*rows, -1, BLOCK), probabilities[..., whole:]
-    each = partial(torch.sum, dim=-1, dtype=draws.dtype)
-    sums = torch.cat([each(blocks), each(rest, keepdim=True)], -1)
+    add_up = partial(torch.sum, dim=-1, dtype=draws.dtype)
+    sums = torch.cat([add_up(blocks), add_up(rest, keepdim=True)], -1)
     cumulative = F.pad(sums.cumsum(-1), (1, 0))  # before each block, and in all
     levels = draws * cumulative[..., -1:]
     block = (torch.searchsorted(cumulative, levels) - 1).clamp_(0, sums.shape[-1] - 1)
@@ -348,9 +348,9 @@ class Classification(Task):
             # √p to the last axis leaves c - 1 columns.
             p = self.logits(outputs).detach().softmax(1)
             root = p.sqrt()
-            every = root.diag_embed() - p.unsqueeze(2) * root.unsqueeze(1)
+            square = root.diag_embed() - p.unsqueeze(2) * root.unsqueeze(1)
             share = root[:, :-1] / (1 + root[:, -1:])
-            factor = every[..., :-1] - every[..., -1:] * share.unsqueeze(1)
+            factor = square[..., :-1] - square[..., -1:] * share.unsqueeze(1)
         return factor.masked_fill(self.ignored(batch).reshape(-1, 1, 1), 0.0)
 
 
@@ -411,8 +411,8 @@ class MultiLabel(Task):
 
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
         logits, targets, known, wrong = self._checked(outputs, batch)
-        each = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-        return unless(wrong, self._over_labels(each, known, lambda count: count))
+        by_label = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        return unless(wrong, self._over_labels(by_label, known, lambda count: count))
 
     def measurements(self, outputs: Tensor, batch: Any) -> Tensor:
         if self.measurement != "margin":
@@ -425,9 +425,9 @@ class MultiLabel(Task):
     def pseudo_losses(self, outputs: Tensor, batch: Any, uniform: Draws) -> Tensor:
         logits, _, known, _ = self._checked(outputs, batch)
         drawn = (draw(uniform, logits) < logits.detach().sigmoid()).to(logits.dtype)
-        each = F.binary_cross_entropy_with_logits(logits, drawn, reduction="none")
+        by_label = F.binary_cross_entropy_with_logits(logits, drawn, reduction="none")
         # independent draws add their variances, as over the tokens of a document
-        return self._over_labels(each, known, torch.sqrt)
+        return self._over_labels(by_label, known, torch.sqrt)
 
     def output_factor(self, outputs: Tensor, batch: Any) -> Tensor:
         logits, _, known, _ = self._checked(outputs, batch)

@@ -183,7 +183,7 @@ class World:
         """The forms of the tensors of all owners, and at rank 0 the tensors, one at a time, in the
         order of their names. Every rank must come to the end of them."""
         of_ranks = [json.loads(text) for text in self.texts(json.dumps(_forms(tensors)))]
-        forms = {name: form for each in of_ranks for name, form in each.items()}
+        forms = {name: form for of_rank in of_ranks for name, form in of_rank.items()}
         senders = {
             name: 0 if owner(name) is None else next(r for r, x in enumerate(of_ranks) if name in x)
             for name in sorted(forms)
@@ -251,10 +251,13 @@ class World:
         self._step("agree", list(about))
         everywhere = self.values({name: str(value) for name, value in about.items()})
         for name in about:
-            each = [values[name] for values in everywhere]
-            differ = [rank for rank, value in enumerate(each) if value != each[0]]
+            by_rank = [values[name] for values in everywhere]
+            differ = [rank for rank, value in enumerate(by_rank) if value != by_rank[0]]
             if differ:
-                ranks, pair = ", ".join(map(str, differ)), (each[differ[0]], each[0])
+                ranks, pair = (
+                    ", ".join(map(str, differ)),
+                    (by_rank[differ[0]], by_rank[0]),
+                )
                 values = " (it has {}; rank 0: {})".format(*pair)
                 shown = "" if max(map(len, pair)) > SHOWN else values
                 raise InvalidInput(

@@ -927,7 +927,7 @@ def test_data_is_selected_and_compared_with_chance(
     assert sum(answer["kept"]) == 54 and sum(int(one.split(",")[1]) for one in lines[1:]) == 54
     assert typed(line) == 0  # again, from the same trainings
     shown = capsys.readouterr().out
-    assert "as many at random" in shown and "did not choose" in shown
+    assert "as many at random" in shown and "not used for the choice" in shown
     assert answered(line, capsys)["measured"] == answer["measured"]
     for wrong, message in (("", "--drop or --keep"), ("--drop many", "--drop many")):
         assert typed(f"select study.py scores {wrong}") == 2

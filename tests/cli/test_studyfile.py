@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import re
@@ -73,8 +74,8 @@ def test_a_name_that_is_taken(here: Path) -> None:
         ("x = = 1\n", r"study.py, line 1: SyntaxError: invalid syntax"),
         ("x = 1\n", r"^study.py defines no `study`: it needs a line study = whence.Study\("),
         (GOOD.replace("study =", "mine ="), r"defines no `study` \(rename 'mine'\)"),
-        ("study = 3\n", r"^`study` in study.py is a int, not a whence.Study$"),
-        (GOOD + "recipe = 3\n", r"^`recipe` in study.py is a int, not a whence.Recipe$"),
+        ("study = 3\n", r"^`study` in study.py has the type int: define a whence.Study$"),
+        (GOOD + "recipe = 3\n", r"^`recipe` in study.py has the type int: define a whence.Recipe$"),
         ("import sys\nsys.exit(3)\n", r"line 2 ends the program \(exit code 3\): put .*__main__"),
         ("x = 1\0\n", r"^study.py: (SyntaxError|ValueError): .*null bytes"),
         ("from .data import x\n", r"relative import.* import its neighbours by name\)$"),
@@ -415,6 +416,19 @@ def test_init_reads_the_loss_and_the_epochs_of_a_loop(here: Path, loss: str, tas
     assert main(["init", "my_script.py"]) == 0
     lines = (here / "study.py").read_text().splitlines()
     assert f"task = whence.{task}" in lines and "    epochs=7," in lines
+
+
+@pytest.mark.parametrize("recorder", ["whence.Recorder", "RecorderCallback"])
+def test_init_uses_the_run_that_a_script_records(here: Path, recorder: str) -> None:
+    (here / "my_script.py").write_text(
+        f'recorder = {recorder}("runs/my \\"run", model, optimizer)\n'
+    )
+    assert main(["init", "my_script.py"]) == 0
+    text = (here / "study.py").read_text()
+    (study,) = (node for node in ast.parse(text).body if ast.unparse(node).startswith("study ="))
+    assert isinstance(study, ast.Assign) and isinstance(study.value, ast.Call)
+    (runs,) = (k.value for k in study.value.keywords if k.arg == "runs")
+    assert ast.literal_eval(runs) == 'runs/my "run'
 
 
 def test_a_file_that_init_left_incomplete_says_which_lines(

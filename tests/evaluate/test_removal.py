@@ -346,7 +346,7 @@ TOP = Scores(
         ({"seeds": 0}, "seeds=0"),
         ({"select_seeds": 0}, "select_seeds=0"),
         ({"scores_by_method": {}, "random_floor": False}, "nothing to remove"),
-        ({"scores_by_method": {"Random": scores_of(GOOD)}}, "has a 'Random' of its own"),
+        ({"scores_by_method": {"Random": scores_of(GOOD)}}, "has the reserved name 'Random'"),
         ({"scores_by_method": {"a": scores_of(GOOD[0])}}, "'a' are self-influence"),
         ({"scores_by_method": {"a": scores_of(GOOD[1:])}}, "are of 13 queries, but query has 14"),
         ({"scores_by_method": {"a": scores_of(GOOD[:, 1:])}}, "about 59 training examples"),

@@ -25,8 +25,8 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 def test_products_and_gradients(
     name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(aligned.BYTES, "cpu", 16)
-    monkeypatch.setattr(aligned, "LONG", 9)
+    monkeypatch.setitem(aligned.ALIGNMENT_BYTES, "cpu", 16)
+    monkeypatch.setattr(aligned, "MIN_COLUMNS", 9)
     padded = []
     linear = aligned.linear
     monkeypatch.setattr(aligned, "linear", lambda *args: (padded.append(1), linear(*args))[1])

@@ -80,7 +80,7 @@ def test_self_influence_and_several_runs() -> None:
 def test_refused() -> None:
     study, query, _ = trained("mlp")
     for method, options, message in (
-        (whence.Source(), {"by_segment": True}, "by_segment together with by_layer"),
+        (whence.Source(), {"by_segment": True}, "by_segment and by_layer cannot be combined"),
         (whence.Source(), {"top": 2}, "top=2 together with by_layer"),
         (whence.RepSim(), {}, "the scores of RepSim are not sums over layers"),
         (whence.Unrolled(), {}, "the scores of Unrolled are not sums over layers"),

@@ -858,7 +858,7 @@ class Noisy(nn.Module):
     ("model", "message"),
     [
         (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1)), r"1 is Dropout\(p=0.1\)"),
-        (Noisy(), r"Noisy puts out something else in training mode \(dropout\?\)"),
+        (Noisy(), r"Noisy has other outputs in training mode \(dropout\?\)"),
     ],
     ids=["dropout", "functional"],
 )

@@ -71,5 +71,5 @@ def test_a_forward_pass_of_its_own_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + 1
 
-    with pytest.raises(InvalidInput, match="Shifted has a forward of its own"):
+    with pytest.raises(InvalidInput, match="Shifted overrides forward"):
         normalise(Shifted(4), torch.randn(6, 4))

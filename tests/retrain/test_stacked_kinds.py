@@ -163,7 +163,7 @@ def test_attention_with_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
         return attends
 
     monkeypatch.setitem(TABLE, "attention", (model, normal, (5, 4)))
-    reason = "attention has a key of its own"
+    reason = "attention has a separate key"
     monkeypatch.setitem(ENGINES, "attention", ("vmap", reason))
     test_every_kind("attention")
 

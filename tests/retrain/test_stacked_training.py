@@ -668,7 +668,7 @@ def test_a_folder_of_another_recipe_is_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_folders(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has no truth"):
+    with pytest.raises(FileNotFoundError, match="does not exist: give a folder"):
         Truth.load(tmp_path / "nowhere")
     small_truth(tmp_path / "t")
     part = next((tmp_path / "t/parts").glob("*.safetensors"))

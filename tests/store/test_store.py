@@ -1123,7 +1123,7 @@ def test_a_full_disk(it: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("option", ["examples", "by_layer", "query_rank", "dtype"])
 def test_options_that_a_store_does_not_have(it: Case, tmp_path: Path, option: str) -> None:
     store = GradientStore.build(it.study, tmp_path / "s", 12, methods=["tracin"], **BUILD)
-    with pytest.raises(whence.WhenceError, match=f"^{option} is no option of a store"):
+    with pytest.raises(whence.WhenceError, match=f"^{option} is not an option of a store"):
         store.tracin(QUERY, **{option: None}, **QUIET)  # type: ignore[misc]
 
 

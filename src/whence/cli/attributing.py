@@ -177,9 +177,8 @@ def layers(
         study = load_study(place).study
     else:
         if model is None or train is None:
-            raise CommandError(
-                f"{place} is not a study file: give one, or a run with --model and --train"
-            )
+            what = "is not a study file" if place.exists() else "does not exist"
+            raise CommandError(f"{place} {what}: give one, or a run with --model and --train")
         if task is not None and task not in TASKS:
             raise CommandError(f"--task {task}: use one of {', '.join(sorted(TASKS))}")
         study = whence.Study(
@@ -302,9 +301,7 @@ def attribute(
         raise CommandError(f"{error}. {_contents(place)}") from error
     which = [] if scores.is_self_influence else ["--query", "0"]
     look = shlex.join(["whence", "top", str(place), *which, "--study", str(study)])
-    return Answer(
-        about(scores) | {"path": place}, f"{scores!r}\nin {place}. To look at them: {look}"
-    )
+    return Answer(about(scores) | {"path": place}, f"{scores!r}\nSaved in {place}. Next: {look}")
 
 
 @command()

@@ -153,7 +153,7 @@ def _data(study: Any, stage: str) -> Finding:
     built = structure(data.take(range(min(TRIAL, len(data)))))
     if data.moving:
         return BAD, data.moving
-    return SOUND, f"{len(data):,} examples; a batch is {built}"
+    return SOUND, f"{len(data):,} examples; the fields of a batch: {built}"
 
 
 def _query(file: StudyFile) -> Finding:

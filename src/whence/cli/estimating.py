@@ -1,4 +1,4 @@
-"""`whence estimate`: what an attribution would take, before anything was trained."""
+"""`whence estimate`: what an attribution would take, before training."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def estimate(
     dtype: Annotated[str, MACHINE] = "float32",
     sharded: Annotated[bool, MACHINE] = False,
 ) -> Answer:
-    """Estimate time, memory, network and disk before anything was trained.
+    """Estimate time, memory, network and disk before training.
 
     The model is built without weights. If it does not fit, the answer says which setting helps.
 
@@ -71,20 +71,20 @@ def estimate(
     Args:
         model (MODEL): A Hugging Face model by its name, folder or config.json, or your own:
             `module:function`, a function that returns a model. No weights are loaded.
-        examples (N): Training examples, such as 1e6.
-        tokens (N): Tokens of an example. Default: 512.
-        input (SHAPE): Instead of tokens: the shape of an example, such as 3x32x32, of a classifier.
-        queries (N): Queries.
-        checkpoints: Checkpoints of the run.
-        method (METHOD): Method.
-        optimizer (NAME): That trains: sgd, adam, adamw or rmsprop.
+        examples (N): Number of training examples, such as 1e6.
+        tokens (N): Tokens per example. Default: 512.
+        input (SHAPE): For a classifier without tokens: shape of an example, such as 3x32x32.
+        queries (N): Number of queries.
+        checkpoints: Number of checkpoints of the run.
+        method (METHOD): Method to attribute with.
+        optimizer (NAME): Optimizer of the training: sgd, adam, adamw or rmsprop.
         query_rank (INT): Rank of query factors, or "auto".
         top: Keep only the strongest examples.
         gpus (N): GPUs that share the work.
         gpu (NAME): b200, h200, h100, a100, a100-40gb, l40s, rtx4090, a10g or mi300x.
-        flops (NUMBER): Of another GPU: operations per second in this dtype, by its data sheet.
-        bandwidth (NUMBER): Its bytes per second.
-        memory (SIZE): Its memory, such as "80GB".
+        flops (NUMBER): For another GPU: operations per second in this dtype, from its data sheet.
+        bandwidth (NUMBER): For another GPU: bytes per second that its memory moves.
+        memory (SIZE): For another GPU: its memory, such as "80GB".
         dtype (DTYPE): float32, tf32 or bfloat16.
         sharded: The model is divided among the GPUs (FSDP2).
     """

@@ -30,6 +30,7 @@ TASKS = {  # by the loss that a script calls
     "MSELoss": "Regression",
 }
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop")
+RECORDERS = ("Recorder", "RecorderCallback")
 
 
 @command()
@@ -184,7 +185,7 @@ study = whence.Study(model, whence.Classification(), train, run)  # {edit}: the 
 
 @dataclass
 class _Script:
-    """What a training script defines, as far as its text tells."""
+    """What a training script defines, as far as its text shows."""
 
     functions: list[str] = field(default_factory=list)  # without required arguments
     modules: list[str] = field(default_factory=list)  # classes of models
@@ -193,6 +194,7 @@ class _Script:
     batch_size: str | None = None
     epochs: str | None = None
     task: str | None = None  # "Classification"
+    run: str | None = None  # the folder of its Recorder
     guarded: bool = False  # training is under if __name__ == "__main__"
 
     @classmethod
@@ -231,6 +233,9 @@ class _Script:
     def _add_call(self, node: ast.Call) -> None:
         name = ast.unparse(node.func).rpartition(".")[2]
         self.task = self.task or TASKS.get(name)
+        match node.args:
+            case [ast.Constant(str() as folder), *_] if name in RECORDERS:
+                self.run = self.run or folder
         if name in OPTIMIZERS and self.optimizer is None:
             settings = [ast.unparse(k) for k in node.keywords if k.arg != "params"]
             settings += [f"lr={ast.unparse(a)}" for a in node.args[1:2]]
@@ -287,6 +292,18 @@ def _from_script(script: Path, path: Path) -> str:
     factory, train, query = factory or "make_model", train or "train_set", query or "test_set"
     optimizer = about.optimizer or "torch.optim.SGD(parameters, lr=0.1)"
     mark = {name: "" if value else f"  # {EDIT}" for name, value in vars(about).items()}
+    if about.run:
+        runs = json.dumps(about.run)
+        origin = [
+            f"# The run that {script.name} records. Commands that retrain use the recipe, which",
+            f"# must train as {script.name} does: whence doctor {path.name} compares the two.",
+        ]
+    else:
+        runs = 'recipe.run(0, "runs/0")'
+        origin = [
+            "# The recipe trains the run once. If you recorded your own training loop with a",
+            '# whence.Recorder, use its folder instead: runs="runs/mine".',
+        ]
     lines += [
         *([] if query == "query" else [f"query = {query}"]),
         f"task = whence.{about.task or 'Classification'}()"
@@ -299,9 +316,8 @@ def _from_script(script: Path, path: Path) -> str:
         f"    batch_size={about.batch_size or 64},{mark['batch_size']}",
         f"    epochs={about.epochs or 10},{mark['epochs']}",
         ")",
-        "# The run is trained once, by the recipe. A run that a whence.Recorder wrote in your own",
-        '# training loop does as well: runs="runs/mine".',
-        f'study = whence.Study({factory}(), task, {train}, runs=recipe.run(0, "runs/0"))',
+        *origin,
+        f"study = whence.Study({factory}(), task, {train}, runs={runs})",
         "",
     ]
     return "\n".join(lines)

@@ -90,7 +90,7 @@ def truth(
     }
     return Answer(
         data,
-        f"{result!r}\nin {place}. To judge scores by it: whence lds SCORES --truth "
+        f"{result!r}\nSaved in {place}. To judge scores by it: whence lds SCORES --truth "
         f"{shlex.quote(str(place))}",
     )
 

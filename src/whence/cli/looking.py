@@ -61,7 +61,7 @@ def report(
     if opened.is_self_influence:
         parts.pop("query", None)
     opened.report(out, k=k, queries=rows, title=title, check=check, **parts, **_truth(truth))
-    return Answer({"path": out, "bytes": out.stat().st_size}, f"{out}: open it in a browser")
+    return Answer({"path": out, "bytes": out.stat().st_size}, f"Saved {out}: open it in a browser")
 
 
 @command()
@@ -92,7 +92,7 @@ def card(
     options = {name: part for name, part in parts.items() if name not in ("train", "recipe")}
     drawn = opened.card(query, title=title, check=check, data=data, **options)
     drawn.save(out)
-    return Answer({"path": out, "bytes": len(drawn.encode())}, f"{out}: open it in a browser")
+    return Answer({"path": out, "bytes": len(drawn.encode())}, f"Saved {out}: open it in a browser")
 
 
 @guarded

@@ -208,7 +208,7 @@ METHODS: dict[str, dict[str, Option]] = {
             None,
             "Field of an example that has its text. Default: token ids are the words.",
         ),
-        "k1": Option("float", 1.2, "How soon repetitions of a word stop to count."),
+        "k1": Option("float", 1.2, "How soon repetitions of a word stop counting."),
         "b": Option("float", 0.75, "How much longer examples are discounted, from 0 to 1."),
         "stage": STAGE,
     },
@@ -240,8 +240,8 @@ METHODS: dict[str, dict[str, Option]] = {
         "stage": replace(STAGE, help="Leave out examples of this stage. Default: the first."),
         "exclude_diverged": replace(
             EXCLUDE_DIVERGED,
-            help="Leave out pairs of trainings of which one diverged, instead of stopping with an "
-            "error.",
+            help="Leave out pairs of trainings if one of them diverged, instead of stopping with "
+            "an error.",
         ),
     },
     "Random": {"seed": replace(SEED, help="Seed of the draws."), "stage": STAGE},

@@ -35,9 +35,7 @@ ToShow = Annotated[
     Path | None,
     typer.Option(metavar="STUDY", help="The study file, to show the examples themselves."),
 ]
-Check = Annotated[
-    bool, typer.Option(help="Check that the data is what the scores were computed from.")
-]
+Check = Annotated[bool, typer.Option(help="Check that the scores were computed from this data.")]
 AtEachEnd = Annotated[int, typer.Option("-k", min=1, help="Number of examples at each end.")]
 
 TRAINING = ("device", "memory", "executor", "engine", "no_progress")  # options to train by

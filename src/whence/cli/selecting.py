@@ -29,8 +29,8 @@ def audit(
 ) -> Answer:
     """List the training examples whose labels look wrong, the most suspicious first, as CSV.
 
-    Suspicious are examples that harm the queries on average, or, of self-influence scores,
-    examples that the model could learn only from themselves.
+    Examples are suspicious if they harm the queries on average. With self-influence scores, they
+    are suspicious if the model could learn them only from themselves.
 
     Examples:
 
@@ -76,8 +76,8 @@ def select(
 ) -> Answer:
     """Drop the examples that harm the queries, retrain, and compare with dropping at random.
 
-    Writes selection.csv: which examples were kept, by which score. After an interruption, run the
-    same command to resume.
+    Writes selection.csv, with the score of each example and whether it was kept. After an
+    interruption, run the same command to resume.
 
     Examples:
 
@@ -86,7 +86,7 @@ def select(
 
     Args:
         drop (INT|SHARE): Examples to leave out: 100, 0.05 or 5%.
-        keep (INT|SHARE): Examples to train on instead.
+        keep (INT|SHARE): Examples to keep, instead of --drop.
         duplicates: Find near-duplicates; select drops them first.
         test (NAME): Examples that judge: a name that the study file defines. Default: half of the
             queries choose, the others judge.
@@ -130,7 +130,7 @@ def select(
     data: dict[str, Any] = {f.name: getattr(result, f.name) for f in fields(result)}
     better, interval = result.difference()
     data |= {"better_than_random": better, "interval": interval, "path": place / "selection.csv"}
-    return Answer(data, f"{result!r}\n{place / 'selection.csv'} has the choice")
+    return Answer(data, f"{result!r}\nSaved in {place / 'selection.csv'}")
 
 
 def _amount(option: str, text: str | None) -> float | None:

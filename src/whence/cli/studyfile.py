@@ -233,7 +233,9 @@ def _checked(path: Path, names: dict[str, Any]) -> Study:
         )
     study = names["study"]
     if not isinstance(study, Study):
-        raise StudyFileError(f"`study` in {path} is a {type(study).__name__}, not a whence.Study")
+        raise StudyFileError(
+            f"`study` in {path} has the type {type(study).__name__}: define a whence.Study"
+        )
     return study
 
 
@@ -243,5 +245,5 @@ def _recipe(path: Path, names: dict[str, Any]) -> Recipe | None:
     recipe = names.get("recipe")
     if recipe is not None and not isinstance(recipe, Recipe):
         kind = type(recipe).__name__
-        raise StudyFileError(f"`recipe` in {path} is a {kind}, not a whence.Recipe")
+        raise StudyFileError(f"`recipe` in {path} has the type {kind}: define a whence.Recipe")
     return recipe

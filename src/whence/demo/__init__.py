@@ -1,4 +1,4 @@
-"""A minute's tour: train on pictures with wrong labels, find them, and prove it by retraining.
+"""A one-minute tour: train on pictures with wrong labels, find them, and prove it by retraining.
 
     python -m whence.demo [--out whence-demo] [--seed 0] [--json]
 
@@ -142,7 +142,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, dataset: TensorDat
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="whence demo",
-        description="Find wrong labels in pictures, and prove it by retraining: a minute.",
+        description="Find wrong labels in pictures, and prove it by retraining. Takes a minute.",
     )
     parser.add_argument("--out", default="whence-demo", help="folder for run, scores and report")
     parser.add_argument(
@@ -216,7 +216,7 @@ def _tour(out: Path, seed: int, progress: bool) -> dict[str, Any]:
     )
     (out / "study.py").write_text(STUDY.format(seed=seed))
     figure = _draw(source, data, shown, out / "figure.png")
-    print(f"\nOpen {report} in a browser. To ask your own questions of it:")
+    print(f"\nOpen {report} in a browser. To explore it yourself:")
     given = f"{out / 'scores/source'} --study {out / 'study.py'} --truth {out / 'truth'}"
     print(f"  whence explore {given}")
     return {

@@ -10,8 +10,8 @@ from typing import Any
 from whence.errors import InvalidInput, RankFailed, optional
 from whence.world import World
 
-RETRIES = 5  # for work whose worker died
-START = 20.0  # seconds for which all workers are waited for
+MAX_RETRIES = 5  # for work whose worker died
+START_SECONDS = 20.0  # seconds for which all workers are waited for
 
 
 def connect() -> Any:
@@ -38,13 +38,13 @@ def on_ray(call: Callable[[], Any], resumes: bool) -> Any:
             "let the processes of this group share the work"
         )
     ray = connect()
-    for attempt in range(RETRIES + 1):
+    for attempt in range(MAX_RETRIES + 1):
         try:
             return _attempt(ray, call)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except ray.exceptions.RayActorError as error:
-            if not resumes or attempt == RETRIES:
+            if not resumes or attempt == MAX_RETRIES:
                 raise RankFailed(
                     f"a worker of the Ray cluster died ({' '.join(str(error).split())[:200]}): "
                     "make the same call again. With out=, it resumes"
@@ -61,14 +61,14 @@ def _attempt(ray: Any, call: Callable[[], Any]) -> Any:
     group = placement_group([{"CPU": 1.0, kind: 1.0}] * size)
     ranks: list[Any] = []
     try:
-        if not group.wait(START):  # other work has some of them
+        if not group.wait(START_SECONDS):  # other work has some of them
             remove_placement_group(group)
             size = max(1, int(ray.available_resources().get(kind, 0)))
             group = placement_group([{"CPU": 1.0, kind: 1.0}] * size)
-        if not group.wait(START):
+        if not group.wait(START_SECONDS):
             raise InvalidInput(
-                f"the Ray cluster had no free {kind} for {2 * START:.0f} seconds: end other work "
-                "on it, or add workers"
+                f"the Ray cluster had no free {kind} for {2 * START_SECONDS:.0f} seconds: end "
+                "other work on it, or add workers"
             )
         strategy = PlacementGroupSchedulingStrategy(group)
         options = {"num_cpus": 1, "num_gpus": int(kind == "GPU"), "scheduling_strategy": strategy}
@@ -76,13 +76,13 @@ def _attempt(ray: Any, call: Callable[[], Any]) -> Any:
         address = ray.get(ranks[0].address.remote())
         shared, folder = ray.put(call), os.getcwd()
         jobs = [
-            one.run.remote(shared, rank, size, address, kind, folder)
-            for rank, one in enumerate(ranks)
+            worker.run.remote(shared, rank, size, address, kind, folder)
+            for rank, worker in enumerate(ranks)
         ]
         return ray.get(_first_failure(ray, jobs) or jobs[0])
     finally:
-        for one in ranks:
-            ray.kill(one)
+        for worker in ranks:
+            ray.kill(worker)
         remove_placement_group(group)
 
 

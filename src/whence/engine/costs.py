@@ -33,7 +33,7 @@ ATTAINED = 0.85  # of the rate of one large product, by all products of a pass
 TOUCHED = {"cpu": 60.0, "cuda": 55.0}
 SIDE_SECONDS = 1e-5  # of an eigendecomposition on a GPU, for each row, besides its operations
 EIGEN_SHARE = 0.2  # of a GPU's float32 rate that float64 eigendecompositions attain
-WORTH_TELLING = 10  # seconds
+MIN_SHOWN_SECONDS = 10  # seconds
 SCORED = ("scores", "norms")  # kinds of passes over the examples that are scored
 
 
@@ -86,11 +86,11 @@ class Workload:
     """What the cost of an attribution depends on.
 
     Attributes:
-        examples: that are scored.
-        trained: that curvature is fitted on.
+        examples: number of scored examples.
+        trained: number of examples that curvature is fitted on.
         queries: None for self-influence, where every example is its own query.
         terms: sets of query vectors, such as segments.
-        scored, fitted: checkpoints at which examples are scored, and curvature is fitted.
+        scored, fitted: number of checkpoints at which examples are scored, and curvature is fitted.
         memory: bytes that a process may use.
         room: of these, for factors; None for as many as they need.
         ranks: processes that share the work.
@@ -144,8 +144,8 @@ class Cost:
         passes: over the data, of each kind.
         operations: of all examples, by kind.
         touched: numbers that the passes handle, by kind.
-        fitted_numbers, vector_numbers, rate_numbers: in memory at once besides the model and a
-            batch: of what is fitted, of query vectors, and of Adam's rates of all parameters.
+        fitted_numbers, vector_numbers, rate_numbers: numbers in memory at once, besides the model
+            and a batch: of fitted factors, of query vectors, and of Adam's rates.
         sides: of all matrices that are decomposed.
         low_rank: how queries are taken in factors; None for whole vectors.
         query_passes: over the queries, one for each group of layers and checkpoint.
@@ -183,7 +183,7 @@ def estimated(workspace: Workspace, counts: Cost) -> dict[str, Any]:
 def announce(what: object, workspace: Workspace, counts: Cost) -> None:
     """Note an estimate with the diagnostics, and show it if the work is long."""
     about = workspace.ledger.diagnostics["estimate"] = estimated(workspace, counts)
-    if about["seconds"] > WORTH_TELLING:
+    if about["seconds"] > MIN_SHOWN_SECONDS:
         kinds = ", ".join(f"{count} × {kind}" for kind, count in about["passes"].items())
         queries = "" if workspace.query is None else f", {len(workspace.query):,} queries"
         tqdm.write(
@@ -213,10 +213,10 @@ def passes_cost(
         passes: how many of each kind.
         numbers: in memory at once, besides the model and a batch.
     """
-    each = cost.handled_numbers(tracked)
+    handled = cost.handled_numbers(tracked)
     return Cost(
         passes,
         {kind: examples * count * work[kind] for kind, count in passes.items()},
-        {kind: examples * count * each for kind, count in passes.items()},
+        {kind: examples * count * handled for kind, count in passes.items()},
         numbers,
     )

@@ -91,10 +91,10 @@ def known_optimizer(workspace: Workspace, segment: Segment) -> str:
     optimizer = workspace.run.optimizers[segment.stage.name]
     if optimizer != "sgd" and optimizer not in PRECONDITIONED:
         raise InvalidInput(
-            f"the optimizer {optimizer!r} of stage {segment.stage.name!r} is not known: SGD, Adam, "
-            "AdamW and RMSprop are. For another with a diagonal preconditioner P, make the run "
+            f"the optimizer {optimizer!r} of stage {segment.stage.name!r} is not known: use SGD, "
+            "Adam, AdamW or RMSprop. For another with a diagonal preconditioner P, build the run "
             "with Run.from_checkpoints(..., optimizer='rmsprop', second_moments=[(1/P - epsilon)², "
-            "...]); Influence with a number as damping, and TracIn, do not need to know"
+            "...]). Influence with a number as damping, and TracIn, work with any optimizer"
         )
     if optimizer in PRECONDITIONED:
         workspace.check_preconditioner(optimizer)
@@ -116,14 +116,14 @@ def block_decays(workspace: Workspace, segment: Segment) -> dict[str, float]:
     """Weight decay of every block."""
     decays: dict[str, float] = {}
     for layer in workspace.layers:
-        each = [segment.weight_decay(name) for name in layer.parameter_names()]
-        if len(set(each)) > 1:
+        coefficients = [segment.weight_decay(name) for name in layer.parameter_names()]
+        if len(set(coefficients)) > 1:
             warn(
-                f"layer {layer.name}: weight decay {each[0]} on the weight and {each[1]} on the "
-                "bias; the weight's is used for both",
+                f"layer {layer.name}: weight decay {coefficients[0]} on the weight and "
+                f"{coefficients[1]} on the bias; the weight's is used for both",
                 stacklevel=2,
             )
-        decays.update(dict.fromkeys((b.name for b in layer.blocks), each[0]))
+        decays.update(dict.fromkeys((b.name for b in layer.blocks), coefficients[0]))
     return decays
 
 
@@ -167,11 +167,11 @@ def run_preconditioner(workspace: Workspace) -> dict[str, Tensor]:
 def preconditioner_at(workspace: Workspace, checkpoint: Weights) -> dict[str, Tensor] | None:
     """1/(√v̂ + ε) at one checkpoint, per block (o, width); None for SGD, whose P is 1."""
     for segment in workspace.run.segments("stages"):
-        here = tuple(c for c in segment.checkpoints if c.sha256 == checkpoint.sha256)
-        if here:
+        matching = tuple(c for c in segment.checkpoints if c.sha256 == checkpoint.sha256)
+        if matching:
             if known_optimizer(workspace, segment) not in PRECONDITIONED:
                 return None
-            return preconditioner(workspace, replace(segment, checkpoints=here[:1]), floor=0.0)
+            return preconditioner(workspace, replace(segment, checkpoints=matching[:1]), floor=0.0)
     raise InvalidInput(f"the checkpoint at step {checkpoint.step} is not one of the run's")
 
 

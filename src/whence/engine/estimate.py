@@ -1,4 +1,4 @@
-"""What an attribution would take, before anything was trained: hours, memory, network, disk.
+"""What an attribution would take, before training: hours, memory, network, disk.
 
     from whence.engine.estimate import estimate
 
@@ -29,7 +29,7 @@ from whence.engine.costs import (
     Workload,
 )
 from whence.engine.dynamics import PRECONDITIONED
-from whence.engine.workspace import FACTOR_SHARE, SHARE, Outline, Term
+from whence.engine.workspace import FACTOR_SHARE, MEMORY_SHARE, Outline, Term
 from whence.errors import InvalidInput, check_choice, check_count, examples_of
 from whence.layers.capture import ParameterBlock
 from whence.layers.choose import Chooser, chooser
@@ -41,7 +41,7 @@ from whence.table import Table, byte_size, duration
 from whence.task import Task
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
-DATA_SHEET = 0.78  # of it, what a large product attains (an H200, every dtype)
+SHARE_OF_PEAK = 0.78  # of it, what a large product attains (an H200, every dtype)
 GB = 1e9
 
 
@@ -64,7 +64,7 @@ class Gpu:
     network: float = 50.0
 
     def machine(self, dtype: str) -> Machine:
-        single, rate = (1e12 * DATA_SHEET * x for x in (self.float32, getattr(self, dtype)))
+        single, rate = (1e12 * SHARE_OF_PEAK * x for x in (self.float32, getattr(self, dtype)))
         return Machine(
             rate,
             self.bandwidth * 1e12,
@@ -163,8 +163,8 @@ class Estimate:
             more = "no setting is enough: use GPUs with more memory, or a smaller model"
             rows.append(("to make it fit", " and ".join(self.fixes) or more))
         if self.faster:
-            each = (f"{name} ({duration(3600 * hours)})" for name, hours in self.faster.items())
-            rows.append(("faster", ", ".join(each)))
+            changes = (f"{name} ({duration(3600 * hours)})" for name, hours in self.faster.items())
+            rows.append(("faster", ", ".join(changes)))
         return Table(None, rows)
 
     def __str__(self) -> str:
@@ -217,7 +217,7 @@ class _Plan:
 
     @property
     def memory(self) -> int:
-        return int(SHARE["cuda"] * self.machine.memory)
+        return int(MEMORY_SHARE["cuda"] * self.machine.memory)
 
     def workload(self) -> Workload:
         terms = self.method.terms(self)

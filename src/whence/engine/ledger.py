@@ -19,9 +19,9 @@ from whence.run import Segment
 from whence.scores.writer import merged
 from whence.world import World
 
-FORGOTTEN = 1e-6  # share of ‖v‖² below which nothing is left of what came before a segment
-LOSES = 0.05  # share of the energy of a query vector that factors may lose before a warning
-SENSITIVE = 0.3  # share of a score vector that may depend on the damping before a warning
+SATURATED_SURVIVAL = 1e-6  # share of ‖v‖² below which nothing is left of what came before a segment
+ENERGY_LOSS_LIMIT = 0.05  # share of a query vector's energy that factors may lose without a warning
+SENSITIVITY_LIMIT = 0.3  # share of a score vector that may depend on the damping before a warning
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 MOST_NUMBERS = 2**26  # that quantiles are taken of
 KINDS = {"magnitudes": list, "warnings": list, "query_rank": int}  # of tallies; others: dict
@@ -38,7 +38,7 @@ class Ledger:
     """Diagnostics of one calculation.
 
     Attributes:
-        diagnostics: what is known before scores are computed.
+        diagnostics: facts that are known before scores are computed.
         tallies: plain values that are added up block by block. They are kept with the progress of
             the scores, so that a resumed call has the same.
     """
@@ -79,7 +79,7 @@ class Ledger:
             return
         share = sums[0] / sums[1]
         median = noted[str(segment)] = float(share.nanmedian().nan_to_num(1.0))  # 0/0: flat query
-        if median < FORGOTTEN:
+        if median < SATURATED_SURVIVAL:
             about = self.diagnostics["segments"][segment]
             warn(
                 f"segment {segment + 1} (updates {about['start']}..{about['end']}) is saturated: "
@@ -115,7 +115,7 @@ class Ledger:
     ) -> None:
         """Note the share of ‖w‖² that the factors of these queries lose, (q,), and by layer."""
         noted = self.tallies.setdefault("query_factors", {})
-        if lost.max() > LOSES and not any(s["above"] for s in noted.values()):
+        if lost.max() > ENERGY_LOSS_LIMIT and not any(s["above"] for s in noted.values()):
             warn(
                 f"query_rank={rank} loses {lost.max():.0%} of the energy of a query's vector: "
                 "compare a few queries with query_rank=None, or use a larger rank (more memory=)",
@@ -126,7 +126,7 @@ class Ledger:
             "queries": len(lost),
             "lost": float(lost.sum()),
             "most": float(lost.max()),
-            "above": int((lost > LOSES).sum()),
+            "above": int((lost > ENERGY_LOSS_LIMIT).sum()),
             "layers": layers,
         }
 
@@ -181,7 +181,7 @@ class Ledger:
     def _add_sensitivity(self, shares: dict[str, float]) -> None:
         self.diagnostics["damping_sensitivity"] = shares
         median = float(np.median(list(shares.values())))
-        if median > SENSITIVE:
+        if median > SENSITIVITY_LIMIT:
             warn(
                 f"scores are sensitive to the damping: raising it tenfold changes the median "
                 f"layer's score vector by {median:.0%}, so directions of hardly any curvature "

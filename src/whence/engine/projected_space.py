@@ -123,7 +123,7 @@ def random_projection(workspace: Workspace, dimension: int, joint: bool, seed: i
     if not joint:
         parts = [([b], d) for b, d in zip(blocks, shares(blocks, dimension), strict=True)]
     key, where = _key(workspace, seed), (workspace.device, workspace.dtype)
-    return Projection([Random(some, d, key, *where) for some, d in parts])
+    return Projection([Random(part_blocks, d, key, *where) for part_blocks, d in parts])
 
 
 def two_sided_projection(
@@ -136,7 +136,7 @@ def two_sided_projection(
     parts = [(blocks, ranks)]
     if not joint:
         parts = [([b], [rank]) for b, rank in zip(blocks, ranks, strict=True)]
-    return Projection([TwoSided.random(some, its_ranks, key, like) for some, its_ranks in parts])
+    return Projection([TwoSided.random(part_blocks, k, key, like) for part_blocks, k in parts])
 
 
 def _key(workspace: Workspace, seed: int) -> int:

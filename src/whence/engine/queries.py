@@ -269,9 +269,9 @@ class Queries:
         start, measurement, blocks = 0, Signal("measurement"), self.blocks_in(passes)
         passes.load(checkpoint)
         batches = self.batches(batch_size)
-        for one in passes.backward_passes(self.data, batches, measurement, needed=blocks):
-            rows = slice(start, start + len(one.indices))
-            for factors in one.factors():
+        for backward in passes.backward_passes(self.data, batches, measurement, needed=blocks):
+            rows = slice(start, start + len(backward.indices))
+            for factors in backward.factors():
                 if factors.block.name in blocks:
                     yield rows, factors
             start = rows.stop

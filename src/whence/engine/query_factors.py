@@ -32,17 +32,18 @@ from whence.operators.products import (
     squared_norms,
 )
 
-RANKS = 16, 64  # the least and the largest that "auto" takes
+AUTO_RANKS = 16, 64  # the least and the largest that "auto" takes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the queries are taken.
+    """How query vectors are compressed to factors.
 
     Attributes:
-        rank: of their factors.
-        rows: queries whose factors fit into memory: they share a pass.
-        whole: queries whose whole vectors do, on the way to factors; each rank takes as many.
+        rank: rank of the factors.
+        rows: number of queries whose factors fit into memory, and which share a pass.
+        whole: number of queries whose whole vectors fit, before they become factors; each rank
+            takes as many.
         groups: names of the blocks whose whole vectors are in memory together.
     """
 
@@ -79,8 +80,8 @@ def plan(
         joint: whether vectors are of all layers together, which then take no turns.
     """
 
-    def fitting(each: int, sets: int) -> int:
-        return max(1, int(memory // 4 // (sets * each * size)))
+    def fitting(numbers: int, sets: int) -> int:
+        return max(1, int(memory // 4 // (sets * numbers * size)))
 
     numbers = sum(block.size for block in blocks)
     room = None if joint else memory // 4 // (VECTORS * size)
@@ -97,7 +98,7 @@ def plan(
     # as many as are taken without a rank
     if len(groups) == 1 and 2 * fitting(numbers, sets + 2) >= queries:
         return None
-    least, most = RANKS
+    least, most = AUTO_RANKS
     fits = (r for r in range(most, least - 1, -1) if of(r).rows == queries)
     return of(next(fits, least))
 
@@ -216,10 +217,10 @@ def operations(work: Workload, plan: Plan) -> float:
             inner += cost.inner(b, t, queries)
             continue
         ways = cost.inner_by_position, cost.inner_expanded
-        each = min(way(n, t, b.o, b.width, q, r) for way in ways) / n
+        per_example = min(way(n, t, b.o, b.width, q, r) for way in ways) / n
         if b.lookup:  # its outputs are looked up, position by position
-            each = cost.inner_by_position(n, t, 0, b.width, q, r) / n
-        inner += each * queries / q
+            per_example = cost.inner_by_position(n, t, 0, b.width, q, r) / n
+        inner += per_example * queries / q
         columns = min(r + OVERSAMPLED, b.o, b.width)
         cut += 2.0 * b.size * columns * (2 * SUBSPACE_ITERATIONS + 3) * queries
     return inner + cut / work.examples

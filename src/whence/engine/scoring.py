@@ -46,7 +46,7 @@ CHUNK = 1024  # examples
 EXAMPLES_PER_QUERY = 64
 
 #: the vectors of some queries: for the terms with these numbers, vectors and a number they are
-#: times, in any order. The giver does not keep what it gave.
+#: times, in any order. The receiver may reuse their memory.
 VectorsOf = Callable[[Queries], Iterable[tuple[Sequence[int], Any, float]]]
 
 
@@ -113,16 +113,16 @@ class Scoring:
                 size = self._chunk(0 if fits else len(rows))
                 columns = workspace.columns(size, workspace.batch_size)
                 todo = [c for c in columns if not self.writer.done(where, c.place)]
-                some = query.some(stage, rows)
+                block = query.some(stage, rows)
                 ready = None
                 if chosen is not None and todo:
                     ready = self._factored(query, stage, rows, chosen)
                 elif fits and todo:
-                    ready = list(self._ready(some, examples))
+                    ready = list(self._ready(block, examples))
                 if bar is not None:
                     bar.update(len(rows) * (examples - sum(len(c.indices) for c in todo)))
                 for chunk, mine in world.rounds(todo):
-                    vectors = ready or self._ready(some, len(chunk.indices))
+                    vectors = ready or self._ready(block, len(chunk.indices))
                     if mine:
                         self._write(where, chunk, self._contributions(vectors, chunk, len(rows)))
                     elif ready is None:
@@ -144,10 +144,10 @@ class Scoring:
         if workspace.in_step:  # all ranks solve all chunks, and each takes the products of some
             rounds = [(c, c in world.mine(part)) for part in todo.values() for c in part]
         else:  # a round is of one stage, whose layers all ranks then ask for
-            rounds = [one for part in todo.values() for one in world.rounds(part)]
+            rounds = [chunks for part in todo.values() for chunks in world.rounds(part)]
         for chunk, mine in progress_bar(rounds, desc="self-influence", shown=workspace.progress):
-            some = Queries(workspace.scored_data(chunk.stage), chunk.stage, chunk.indices)
-            ready = self._ready(some, len(chunk.indices), dealt=False)
+            examples = Queries(workspace.scored_data(chunk.stage), chunk.stage, chunk.indices)
+            ready = self._ready(examples, len(chunk.indices), dealt=False)
             if mine:
                 self._write(None, chunk, self._contributions(ready, chunk, None))
             else:
@@ -172,25 +172,26 @@ class Scoring:
         """The vectors of these queries for each term, in factors."""
         world, parts = self.workspace.world, dict[tuple[int, ...], list[Readouts]]()
         for block in cut(len(rows), plan.whole * (world.size if self._dealt else 1)):
-            some, energies = query.some(stage, rows[block]), dict[tuple[int, ...], Energy]()
-            for part in self._share(some).by_group(plan.groups):
-                for which, vectors, scale in self.vectors(part):
+            queries = query.some(stage, rows[block])
+            energies: dict[tuple[int, ...], Energy] = {}
+            for part in self._share(queries).by_group(plan.groups):
+                for terms, vectors, scale in self.vectors(part):
                     ready, energy = low_rank(self.workspace, vectors, scale, plan.rank)
                     if self._dealt:  # only the factors travel
-                        gather = partial(world.regather, count=len(some))
+                        gather = partial(world.regather, count=len(queries))
                         ready = {name: readout.mapped(gather) for name, readout in ready.items()}
                         energy = energy.mapped(gather)
-                    if tuple(which) not in energies:
-                        energies[tuple(which)] = Energy()
-                        parts.setdefault(tuple(which), []).append({})
-                    energies[tuple(which)].add(energy)
-                    parts[tuple(which)][-1].update(ready)
-            for which, energy in energies.items():
-                label = f"{some.label}, term {which[0]}"
+                    if tuple(terms) not in energies:
+                        energies[tuple(terms)] = Energy()
+                        parts.setdefault(tuple(terms), []).append({})
+                    energies[tuple(terms)].add(energy)
+                    parts[tuple(terms)][-1].update(ready)
+            for terms, energy in energies.items():
+                label = f"{queries.label}, term {terms[0]}"
                 lost = energy.lost().cpu().numpy()
                 self.workspace.ledger.note_lost_energy(label, plan.rank, lost, energy.by_layer())
-        complete = [(which, joined_readouts(parts.pop(which))) for which in list(parts)]
-        return [(k, ready) for which, ready in complete for k in which]
+        complete = [(terms, joined_readouts(parts.pop(terms))) for terms in list(parts)]
+        return [(k, ready) for terms, ready in complete for k in terms]
 
     def _vectors(self, queries: Queries, dealt: bool) -> Iterator[tuple[Sequence[int], Any, float]]:
         """The vectors of these queries, one group of blocks after another."""
@@ -198,11 +199,11 @@ class Scoring:
         gather = partial(self.workspace.world.regather, count=len(queries))
         mine = self._share(queries) if dealt else queries
         for part in mine.by_group(self._groups(queries.stage)):
-            for which, vectors, scale in self.vectors(part):
-                yield which, vectors.mapped(gather) if dealt else vectors, scale
+            for terms, vectors, scale in self.vectors(part):
+                yield terms, vectors.mapped(gather) if dealt else vectors, scale
 
     def _groups(self, stage: str) -> list[list[str]]:
-        """The blocks in which queries of a stage have gradients, as they take turns."""
+        """The blocks in which queries of a stage have gradients, in groups that take turns."""
         workspace = self.workspace
         tracked, size = workspace.passes[stage].tracked, workspace.accumulator.itemsize
         forms = self.factored, self.joint
@@ -228,9 +229,9 @@ class Scoring:
         Args:
             dealt: whether each rank computes those of its share of the queries.
         """
-        for which, vectors, scale in self._vectors(queries, dealt):
+        for terms, vectors, scale in self._vectors(queries, dealt):
             ready = self.readouts(vectors, scale, examples)
-            yield from ((k, ready) for k in which)
+            yield from ((k, ready) for k in terms)
             del ready  # before the next ones are computed
 
     def readouts(self, vectors: Any, scale: float, examples: int) -> Any:
@@ -250,38 +251,45 @@ class Scoring:
         totals = torch.zeros(shape, dtype=self.workspace.accumulator, device=self.workspace.device)
         data = self.workspace.scored_data(chunk.stage)
         batches = [chunk.indices[b] for b in cut(len(chunk.indices), self.workspace.batch_size)]
-        for which, readouts in ready:
+        for k, readouts in ready:
             if not readouts:  # the vectors reach none of these layers
                 continue
-            term, total = self.terms[which], totals[which]
+            term, total = self.terms[k], totals[k]
             needed = list(readouts) if len(self._groups(chunk.stage)) > 1 else None
-            each = self._gradients(term, chunk.stage, data, batches, needed)
-            for here, name, a, s in each:
+            gradients = self._gradients(term, chunk.stage, data, batches, needed)
+            for columns, name, a, s in gradients:
                 if name not in readouts:  # the vectors do not reach this layer
                     continue
                 if self._parts.names:
-                    part = torch.zeros_like(total[..., here])
-                    self._add(part, readouts[name], a, s, here)
-                    total[..., here] += part
+                    part = torch.zeros_like(total[..., columns])
+                    self._add(part, readouts[name], a, s, columns)
+                    total[..., columns] += part
                     parts = totals[len(self.terms) :]
-                    self._add_parts(parts, part, name, readouts[name], a, s, here)
+                    self._add_parts(parts, part, name, readouts[name], a, s, columns)
                 else:
-                    self._add(total[..., here], readouts[name], a, s, here)
+                    self._add(total[..., columns], readouts[name], a, s, columns)
             del readouts  # before the next ones are computed
         if self.weights is not None:
             totals *= self.weights[chunk.stage][torch.from_numpy(chunk.indices)].to(totals)
         return totals
 
     @staticmethod
-    def _add(total: Tensor, readout: Any, a: Tensor, s: Outputs, here: slice) -> None:
+    def _add(total: Tensor, readout: Any, a: Tensor, s: Outputs, columns: slice) -> None:
         """Inner products of all queries with these examples, (q, n), or of each with its own."""
         if total.dim() == 1:
-            total += readout.paired(a, s, here)
+            total += readout.paired(a, s, columns)
         else:
             readout.add_inner(total, a, s)
 
     def _add_parts(
-        self, totals: Tensor, part: Tensor, name: str, readout: Any, a: Tensor, s: Any, here: slice
+        self,
+        totals: Tensor,
+        part: Tensor,
+        name: str,
+        readout: Any,
+        a: Tensor,
+        s: Any,
+        columns: slice,
     ) -> None:
         """Add a block's part of the scores to those of its heads, and the rest to its layer's."""
         whole, its_heads = self._parts.places[name]
@@ -289,13 +297,13 @@ class Scoring:
         for number, head in its_heads:
             inner = torch.zeros_like(part)
             if head.columns:
-                self._add(inner, readout.of_columns(head.take), head.take(a, 2), s, here)
+                self._add(inner, readout.of_columns(head.take), head.take(a, 2), s, columns)
             else:
-                self._add(inner, readout.of_rows(head.take), a, head.take(s, 2), here)
-            totals[number][..., here] += inner
+                self._add(inner, readout.of_rows(head.take), a, head.take(s, 2), columns)
+            totals[number][..., columns] += inner
             rest = rest - inner
         if whole is not None:
-            totals[whole][..., here] += rest
+            totals[whole][..., columns] += rest
 
     @cached_property
     def _parts(self) -> Parts:
@@ -322,11 +330,11 @@ class Scoring:
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
                 start = 0
-                for one in passes.backward_passes(data, batches, self.signal, needed=needed):
-                    here = slice(start, start + len(one.indices))
-                    for factors in one.factors():
-                        yield here, factors.block.name, factors.a, factors.s
-                    start = here.stop
+                for backward in passes.backward_passes(data, batches, self.signal, needed=needed):
+                    columns = slice(start, start + len(backward.indices))
+                    for factors in backward.factors():
+                        yield columns, factors.block.name, factors.a, factors.s
+                    start = columns.stop
             return
         start = 0
         for batch in batches:
@@ -334,14 +342,14 @@ class Scoring:
             for checkpoint in checkpoints:
                 passes.load(checkpoint)
                 one_batch = data, [batch], self.signal
-                for one in passes.backward_passes(*one_batch, needed=needed):
-                    for factors in one.factors():
+                for backward in passes.backward_passes(*one_batch, needed=needed):
+                    for factors in backward.factors():
                         by_block.setdefault(factors.block.name, []).append(factors)
-            here = slice(start, start + len(batch))
-            for name, each in by_block.items():
-                a = joined([factors.a for factors in each])
-                yield here, name, a, joined([factors.s for factors in each])
-            start = here.stop
+            columns = slice(start, start + len(batch))
+            for name, of_checkpoints in by_block.items():
+                a = joined([factors.a for factors in of_checkpoints])
+                yield columns, name, a, joined([factors.s for factors in of_checkpoints])
+            start = columns.stop
 
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
         terms = len(self.terms)

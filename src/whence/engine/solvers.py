@@ -90,10 +90,10 @@ def conjugate_gradients(
 def solved_at_once(workspace: Workspace) -> int:
     """The number of queries that conjugate gradients can solve together."""
     size = sum(block.size for block in workspace.blocks.values())
-    each = CG_VECTORS * workspace.zero.element_size() * size
+    per_query = CG_VECTORS * workspace.zero.element_size() * size
     examples = sum(len(workspace.used(stage)) for stage in workspace.study.stages)
     asked = examples if workspace.query is None else len(workspace.query)
-    return max(1, min(asked, workspace.memory // 4 // max(1, each)))
+    return max(1, min(asked, workspace.memory // 4 // max(1, per_query)))
 
 
 def arnoldi(workspace: Workspace, λ: BlockDiagonal, settings: Mapping[str, Any]) -> Inverse[Any]:

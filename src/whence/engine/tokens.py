@@ -42,13 +42,13 @@ def score_tokens(
     data, passes = workspace.scored_data(stage), workspace.passes[stage]
     alone = [np.array([e]) for e in dict.fromkeys(examples)]  # so that nothing is padded
     parts: dict[int, dict[int, Tensor]] = {e: {} for e in examples}  # by positions: (q, t)
-    for which, readouts in ready.items():
-        term = terms[which]
+    for k, readouts in ready.items():
+        term = terms[k]
         for checkpoint in term.checkpoints if term.stage == stage else ():
             passes.load(checkpoint)
-            for one in passes.backward_passes(data, alone, LOSS):
-                its = parts[int(one.indices[0])]
-                for factors in one.factors():
+            for backward in passes.backward_passes(data, alone, LOSS):
+                values = parts[int(backward.indices[0])]
+                for factors in backward.factors():
                     readout = readouts.get(factors.block.name)
                     if readout is None:
                         continue
@@ -59,7 +59,7 @@ def score_tokens(
                         value = value.reshape(len(value), max(1, factors.calls), -1).sum(1)
                         value = value if factors.calls else value.sum(1, keepdim=True)
                     t = value.shape[1]
-                    its[t] = its[t] + value if t in its else value
+                    values[t] = values[t] + value if t in values else value
     return [_tokens(example, parts[example]) for example in examples]
 
 

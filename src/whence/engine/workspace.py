@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from whence.engine.projected_space import Space
     from whence.engine.scoring import Scoring
 
-SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is shared with everything else
+MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.6}  # of all memory: a CPU's is shared with everything else
 FACTOR_SHARE = {"cuda": 0.5}  # of the allowed memory, for factors. A CPU has no other place
 CHUNKS_PER_RANK = 4  # at least, so that all have about the same work
 GAUSS_NEWTON = "gauss-newton"
@@ -170,12 +170,12 @@ class Workspace:
         self.tracked, self.clock, self.progress = last.tracked, last.clock, last.progress
         self.device, self.dtype = last.device, last.dtype
         self.accumulator = accumulator(last.dtype)  # the dtype of vectors and sums
-        every = [passes.tracked for passes in self.passes.values()]
+        of_stages = [passes.tracked for passes in self.passes.values()]
         # where several stages have a layer, the last stage's
-        layers = {layer.name: layer for each in every for layer in reversed(each.layers)}
+        layers = {layer.name: layer for tracked in of_stages for layer in reversed(tracked.layers)}
         self.layers = list(layers.values())
         self.blocks = {block.name: block for layer in self.layers for block in layer.blocks}
-        self.positions = {name: t for each in every for name, t in each.positions.items()}
+        self.positions = {name: t for tracked in of_stages for name, t in tracked.positions.items()}
         self.examples = sum(len(self.scored(stage)) for stage in self.stages)
 
     @property
@@ -200,7 +200,7 @@ class Workspace:
         """
         Args:
             examples: which of them (None: all), as indices, or by stage.
-            stage: whose examples are scored (None: all stages').
+            stage: whose examples are scored (None: all stages).
             scope, quiet, layers: as in `Study.passes`.
         """
         stages, world = scored_stages(study, stage), World.current()
@@ -263,14 +263,14 @@ class Workspace:
         """A learning rate for every block; its weight and bias must agree on it."""
         rates = {}
         for layer in self.layers:
-            each = {name: rate(name) for name in layer.parameter_names()}
-            if len(set(each.values())) > 1:
-                listed = ", ".join(f"{name} {value:.3g}" for name, value in each.items())
+            by_parameter = {name: rate(name) for name in layer.parameter_names()}
+            if len(set(by_parameter.values())) > 1:
+                listed = ", ".join(f"{name} {value:.3g}" for name, value in by_parameter.items())
                 raise InvalidInput(
                     f"layer {layer.name} has its weight and bias in groups with different rates "
                     f"({listed}): no single η̄ fits it. Leave it out with Study(layers=...)"
                 )
-            rates.update(dict.fromkeys((b.name for b in layer.blocks), each[layer.weight]))
+            rates.update(dict.fromkeys((b.name for b in layer.blocks), by_parameter[layer.weight]))
         return rates
 
     def trained_blocks(self) -> list[ParameterBlock]:
@@ -356,9 +356,9 @@ class Workspace:
         query = self.scored_data(last) if self.query is None else self.query.data
         trials.append((last, query, final, what if what == OUTPUTS else MEASUREMENTS))
         size = self.batch_size
-        each = [self.passes[s].tried(data, c, values, size) for s, data, c, values in trials]
-        values = {name: value for one in each for name, value in one.values.items()}
-        return replace(each[0], values=values)
+        versions = [self.passes[s].tried(data, c, values, size) for s, data, c, values in trials]
+        values = {name: value for version in versions for name, value in version.values.items()}
+        return replace(versions[0], values=values)
 
     def losses(
         self, stage: str, checkpoint: Weights, what: str = LOSSES, observed: bool = False
@@ -473,8 +473,8 @@ class Workspace:
         self.in_step = True
         if queries is None:
             queries = 1 if self.query is None else len(self.query)
-        here = {b.name for part in data for b in part.passes.tracked.blocks}
-        trained = [b for name, b in self.blocks.items() if name in blocks and name in here]
+        tracked = {b.name for part in data for b in part.passes.tracked.blocks}
+        trained = [b for name, b in self.blocks.items() if name in blocks and name in tracked]
         return GaussNewton(
             data,
             checkpoints,
@@ -607,7 +607,7 @@ def allowance(memory: int | str | None, device: torch.device) -> int:
     """
     if memory is None:
         free, total = free_and_total(device)
-        return int(min(SHARE.get(device.type, 0.4) * total, 0.8 * free))
+        return int(min(MEMORY_SHARE.get(device.type, 0.4) * total, 0.8 * free))
     if isinstance(memory, str):
         units = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
         text = memory.upper().replace("IB", "B").replace(" ", "")

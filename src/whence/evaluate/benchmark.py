@@ -94,10 +94,10 @@ class Standing(Tabled):
     def table(self) -> Table:
         """The new scores among the published ones, best first."""
         rows: list[tuple[float, list[object]]] = []
-        for name, one in self.published.items():
+        for name, method in self.published.items():
             seconds = self.seconds.get(name)
-            cells = [name, estimate(one.value, one.interval), self.differences[name]]
-            rows.append((one.value, [*cells, None if seconds is None else f"{seconds:.1f}"]))
+            cells = [name, estimate(method.value, method.interval), self.differences[name]]
+            rows.append((method.value, [*cells, None if seconds is None else f"{seconds:.1f}"]))
         mine = estimate(self.result.value, self.result.interval)
         rows.append((self.result.value, [f"→ {self.result.method}", mine, None, None]))
         rows.sort(key=lambda row: -row[0])
@@ -130,14 +130,14 @@ class Benchmark:
 
     def __post_init__(self) -> None:
         subsets, _, queries = self.truth.measurements.shape
-        for name, one in self.published.items():
-            shape = one.predictions.shape
+        for name, method in self.published.items():
+            shape = method.predictions.shape
             if len(shape) != 3 or shape[1:] != (queries, subsets):
                 raise InvalidInput(
                     f"the predictions of {name} have shape {shape}: give (K, {queries}, {subsets}),"
                     " for the truth's queries and subsets"
                 )
-            if not np.isfinite(one.predictions).all():
+            if not np.isfinite(method.predictions).all():
                 raise InvalidInput(f"some predictions of {name} are not finite numbers")
 
     # -- judging ---------------------------------------------------------------------------------
@@ -162,10 +162,10 @@ class Benchmark:
         measurements = self.truth.measurements
         stand_in = Truth(np.eye(len(measurements), dtype=bool), measurements, **about)
         published = {}
-        for name, one in self.published.items():
-            each = lds(list(np.asarray(one.predictions, np.float64)), stand_in, **how)
-            published[name] = replace(each.single or each, method=name)
-        seconds = {name: one.seconds for name, one in self.published.items()}
+        for name, method in self.published.items():
+            results = lds(list(np.asarray(method.predictions, np.float64)), stand_in, **how)
+            published[name] = replace(results.single or results, method=name)
+        seconds = {name: method.seconds for name, method in self.published.items()}
         return Standing(result.single or result, Comparison(published), seconds, self.name)
 
     # -- folders ---------------------------------------------------------------------------------
@@ -176,10 +176,10 @@ class Benchmark:
         make_folder(folder / "predictions")
         self.truth.save(folder / "truth")
         methods: dict[str, dict[str, Any]] = {}
-        for k, (name, one) in enumerate(self.published.items()):
+        for k, (name, published) in enumerate(self.published.items()):
             file = f"predictions/{k}.npy"
-            entry = save_array(folder / file, np.asarray(one.predictions, np.float32))
-            about = {"settings": one.settings, "seconds": one.seconds}
+            entry = save_array(folder / file, np.asarray(published.predictions, np.float32))
+            about = {"settings": published.settings, "seconds": published.seconds}
             methods[name] = about | {"file": file, "array": entry}
         truth = [f"truth/{name}" for name in ("truth.json", "masks.npy", "measurements.npy")]
         names = [*truth, *(method["file"] for method in methods.values())]
@@ -205,11 +205,11 @@ class Benchmark:
         with parsing(file, REMEDY):
             check_types(content, name=str, about=dict, methods=dict, files=dict)
             published = {}
-            for name, one in content["methods"].items():
-                check_types(one, settings=str, seconds=(int, float, type(None)), array=dict)
-                place = folder / _inside(one["file"])
-                predictions = load_array(place, one["array"], remedy=REMEDY)
-                published[name] = Published(predictions, one["settings"], one["seconds"])
+            for name, method in content["methods"].items():
+                check_types(method, settings=str, seconds=(int, float, type(None)), array=dict)
+                place = folder / _inside(method["file"])
+                predictions = load_array(place, method["array"], remedy=REMEDY)
+                published[name] = Published(predictions, method["settings"], method["seconds"])
             about = {str(name): str(text) for name, text in content["about"].items()}
         return cls(content["name"], Truth.load(folder / "truth"), published, about)
 
@@ -242,12 +242,12 @@ class Benchmark:
         write_bytes(folder / DESCRIPTION, raw)
         content = read_json(folder / DESCRIPTION, schema=SCHEMA, remedy=REMEDY)
         with parsing(folder / DESCRIPTION, REMEDY):
-            files = {_inside(name): dict(one) for name, one in content["files"].items()}
+            files = {_inside(name): dict(file) for name, file in content["files"].items()}
             if len(files) > FILES:
                 raise InvalidInput(f"it names {len(files):,} files, more than {FILES:,}")
-            for one in files.values():
-                whole("bytes", one["bytes"], 0)
-            total = sum(one["bytes"] for one in files.values())
+            for file in files.values():
+                whole("bytes", file["bytes"], 0)
+            total = sum(file["bytes"] for file in files.values())
         if total > limit:
             raise InvalidInput(
                 f"{url} has {total:,} bytes, and limit={limit:,}: raise the limit if you trust it"

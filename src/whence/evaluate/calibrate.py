@@ -1,4 +1,4 @@
-"""Calibrated scores: as large as the real changes, with what is known of that size.
+"""Calibrated scores: as large as the real changes, with the uncertainty of that size.
 
 Axes: ``n`` training examples, ``q`` queries, ``M`` subsets, ``R`` seeds.
 
@@ -55,7 +55,7 @@ LEAST_SUBSETS = 5  # subsets; a slope from fewer has an interval that says nothi
 
 @dataclass(frozen=True)
 class Fit:
-    """A slope and what is known of it, as ``diagnostics["calibration"]`` stores it.
+    """A slope and its uncertainty, as ``diagnostics["calibration"]`` stores it.
 
     Attributes:
         slope: what the scores were multiplied by: ``shrinkage`` times ``fitted``.
@@ -101,9 +101,9 @@ def calibrate(scores: Scores, truth: Truth, *, exclude_diverged: bool = False) -
     ``diagnostics["calibration"]`` of the result has the slope with its interval, and each query's
     residual standard deviation. `Scores.removal_interval`, the report and the explorer use them.
 
-    Ten subsets with one seed each are enough for a useful slope. If the truth cannot tell a slope
-    (its changes are constant, or the scores do not predict them), this function warns and returns
-    ``scores`` unchanged.
+    Ten subsets with one seed each are enough for a useful slope. If the truth cannot determine a
+    slope (its changes are constant, or the scores do not predict them), this function warns and
+    returns ``scores`` unchanged.
 
     Args:
         scores: a method's Scores (q, n). With several stages, the result has the columns of the

@@ -120,7 +120,7 @@ def calibration(
         scores: Scores, a plain array (q, n), or a list of several runs', which are averaged.
         truth: measurements on known subsets.
         bootstrap: number of resamples of the subsets, for the interval of the slope.
-        seed: of the resamples.
+        seed: seed of the resamples.
         exclude_diverged: leave out trainings that diverged, instead of raising an error.
     """
     check_bootstrap(bootstrap)
@@ -168,8 +168,8 @@ def _interval(p: Floats, t: Floats, drawn: NDArray[np.float32]) -> tuple[float, 
         a, b = p[start : start + step] @ weights, t[start : start + step] @ weights
         pt -= (a * b).sum(0) / subsets
         pp -= (a * a).sum(0) / subsets
-    some = pp > ROUNDING * (p * p).sum()  # a resample of few subsets may contain only one of them
-    return middle(pt[some] / pp[some])
+    usable = pp > ROUNDING * (p * p).sum()  # a resample of few subsets may contain only one of them
+    return middle(pt[usable] / pp[usable])
 
 
 def _ceiling(truth: Truth, valid: NDArray[np.bool_], random: np.random.Generator) -> float | None:

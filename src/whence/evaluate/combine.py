@@ -99,7 +99,7 @@ def combine(
     of the ``equal``-weight sum, and (cross-validated) of the ``combined`` scores. ``ahead`` is by
     how much the combination is better than the ``best`` of the others, on the same resamples.
 
-    If the truth cannot tell a slope, this function warns and returns the first input unchanged.
+    If the truth cannot determine a slope, this function warns and returns the first input as it is.
 
     Args:
         scores: Scores (q, n) of several methods, settings or runs, all of the same training data,
@@ -110,19 +110,19 @@ def combine(
         parts: also give the segments or layers of each input that has them (``by_segment``,
             ``by_layer``) a weight of their own.
         bootstrap: the number of resamples of the subsets for the intervals.
-        seed: of all resamples.
+        seed: seed of all resamples.
         exclude_diverged: leave out trainings that diverged, instead of raising an error.
     """
     check_bootstrap(bootstrap)
     whole("seed", seed, 0)
     inputs = _inputs(scores, truth, flag("parts", parts))
     first = next(iter(inputs.values()))
-    groups = [group(one, truth, exclude_diverged) for one in inputs.values()]
+    groups = [group(entry, truth, exclude_diverged) for entry in inputs.values()]
     measured, subsets = groups[0].measured, groups[0].subsets
     check_subsets(groups[0])
-    deviations = np.stack([_deviations(one, truth) for one in inputs.values()])  # (K, q)
+    deviations = np.stack([_deviations(entry, truth) for entry in inputs.values()])  # (K, q)
     scales = np.where(deviations > 0, deviations, 1.0)
-    x = centred(np.stack([one.predicted[0] for one in groups]) / scales[:, :, None])
+    x = centred(np.stack([entry.predicted[0] for entry in groups]) / scales[:, :, None])
     squares = np.sqrt((x**2).mean((1, 2)))  # (K,) to unit mean square
     if not squares.any() or not np.ptp(measured, axis=1).any():
         same = "measurements are" if squares.any() else "scores predict"
@@ -136,7 +136,7 @@ def combine(
         return first
     candidates = _candidates(list(inputs), x, weights, held_out, measured, bootstrap, seed)
     *singles, equal, combined = candidates
-    best = max((*singles, equal), key=lambda one: one.lds)
+    best = max((*singles, equal), key=lambda entry: entry.lds)
     # Picking the best of several is optimistic, held-out predictions are not: the combination is
     # replaced only where it is worse beyond the interval.
     behind = middle(combined.resampled - best.resampled)
@@ -145,7 +145,7 @@ def combine(
         "returned": chosen.name,
         "weights": dict(zip(inputs, chosen.weights.tolist(), strict=True)),
         "ridge": ridge if chosen is combined else None,
-        "inputs": {one.name: one.report() for one in singles},
+        "inputs": {entry.name: entry.report() for entry in singles},
         "equal": equal.report(),
         "combined": combined.report(),
         "best": best.name,
@@ -211,9 +211,9 @@ def _inputs(
     given = list(scores.values() if isinstance(scores, Mapping) else scores)
     if not given:
         raise InvalidInput("scores is empty: give the Scores of at least one method")
-    for place, one in enumerate(given):
-        check_scores(one, truth, f"scores[{place}]")
-    names = list(scores) if isinstance(scores, Mapping) else [one.method for one in given]
+    for place, item in enumerate(given):
+        check_scores(item, truth, f"scores[{place}]")
+    names = list(scores) if isinstance(scores, Mapping) else [item.method for item in given]
     if not all(isinstance(name, str) for name in names):
         raise InvalidType(f"the names of scores must be texts, not {names[:3]}")
     if len(set(names)) < len(names):
@@ -222,13 +222,13 @@ def _inputs(
     if not parts:
         return dict(zip(names, given, strict=True))
     split = dict(zip(names, given, strict=True))
-    for name, one in zip(names, given, strict=True):
-        about = {k: v for k, v in one.diagnostics.items() if k in ("runs", "warnings")}
-        for part, values in _parts(one):
+    for name, item in zip(names, given, strict=True):
+        about = {k: v for k, v in item.diagnostics.items() if k in ("runs", "warnings")}
+        for part, values in _parts(item):
             label = f"{name}, {part}"
             if label in split:
                 raise InvalidInput(f"two inputs are called {label!r}: give other names")
-            split[label] = one.with_values(values, diagnostics=about)
+            split[label] = item.with_values(values, diagnostics=about)
     if len(split) == len(given):
         raise InvalidInput(
             "no input has parts: attribute with by_layer=True, or by_segment=True and several "
@@ -248,9 +248,9 @@ def _parts(scores: Scores) -> Iterator[tuple[str, NDArray[Any]]]:
 def _check_same_study(names: Sequence[str], given: Sequence[Scores], truth: Truth) -> None:
     """Refuse scores of different data. Where a fingerprint is missing, nothing is compared."""
     known: dict[str, tuple[str, Any]] = {}
-    for name, one in zip(names, given, strict=True):
-        data = training_data(one, truth.stage)
-        facts = {"training data": data, "queries": one.provenance.get("query")}
+    for name, item in zip(names, given, strict=True):
+        data = training_data(item, truth.stage)
+        facts = {"training data": data, "queries": item.provenance.get("query")}
         for what, value in facts.items():
             if not value:
                 continue
@@ -283,19 +283,19 @@ def _sizes(deviations: Floats, weights: Floats) -> Floats:
 def _sum(inputs: Iterable[Scores], weights: Floats, truth: Truth) -> Scores:
     """Σ_k weights[k, q] values_k[q, m], in the truth's order of queries and examples."""
     total: Floats | None = None
-    every = list(inputs)
-    for one, per_query in zip(every, weights, strict=True):
-        down, across = locate(one, truth)
-        part = per_query[:, None] * one.values[np.ix_(down, across)]
+    all_scores = list(inputs)
+    for scores, per_query in zip(all_scores, weights, strict=True):
+        down, across = locate(scores, truth)
+        part = per_query[:, None] * scores.values[np.ix_(down, across)]
         total = part if total is None else total + part
     assert total is not None
-    first = every[0]
-    excluded = {str(part.get("name")): part for one in every for part in one.excluded}
-    messages = dict.fromkeys(message for one in every for message in one.warnings)
+    first = all_scores[0]
+    excluded = {str(part.get("name")): part for scores in all_scores for part in scores.excluded}
+    messages = dict.fromkeys(message for scores in all_scores for message in scores.warnings)
     return Scores(
-        total.astype(precise(*(one.values.dtype for one in every))),
+        total.astype(precise(*(scores.values.dtype for scores in all_scores))),
         method="Combination",
-        settings={"inputs": list(dict.fromkeys(one.method for one in every))},
+        settings={"inputs": list(dict.fromkeys(scores.method for scores in all_scores))},
         measurement=first.measurement,
         unit=truth.unit,
         higher_is_better=first.higher_is_better,

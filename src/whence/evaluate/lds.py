@@ -95,14 +95,14 @@ class LDS(Tabled):
     def minus(self, other: LDS) -> Difference:
         """This score minus another one on the same truth, made with the same `bootstrap` and
         `seed`."""
-        mine, its = self.resampled, other.resampled
+        mine, theirs = self.resampled, other.resampled
         alike = self._truth() == other._truth()
-        if mine is None or its is None or len(mine) != len(its) or not alike:
+        if mine is None or theirs is None or len(mine) != len(theirs) or not alike:
             raise InvalidInput(
                 f"the LDS of {self.method} and that of {other.method} do not share their "
                 "resamples: compute both with the same truth, bootstrap and seed"
             )
-        return Difference(self.value - other.value, middle(mine - its))
+        return Difference(self.value - other.value, middle(mine - theirs))
 
     def _truth(self) -> tuple[object, ...]:
         """What two scores on the same truth have in common."""
@@ -192,7 +192,7 @@ def lds(
         truth: measurements on known subsets. If the scores are of several stages, the columns of
             the truth's stage count.
         bootstrap: number of resamples of the subsets, for the interval.
-        seed: of the resamples, and of the halvings for the ceiling.
+        seed: seed of the resamples, and of the halvings for the ceiling.
         exclude_diverged: leave out trainings that diverged (and subsets whose trainings all did)
             instead of raising an error.
     """
@@ -247,25 +247,28 @@ def _of_models(scores: Given | Sequence[Given], truth: Truth, **options: Any) ->
             f"{len(truth.seeds)} scores, one of each model's run, not {len(runs)}; or judge one "
             "model by truth.of_seed(seed)"
         )
-    each = [lds(one, truth.of_seed(s), **options) for one, s in zip(runs, truth.seeds, strict=True)]
-    around = [one.resampled for one in each if one.resampled is not None]
-    if any(one.lost for one in each) or len({len(one) for one in around}) > 1:
+    results = [
+        lds(of_run, truth.of_seed(s), **options)
+        for of_run, s in zip(runs, truth.seeds, strict=True)
+    ]
+    around = [result.resampled for result in results if result.resampled is not None]
+    if any(result.lost for result in results) or len(set(map(len, around))) > 1:
         raise InvalidInput(
             "trainings of some of the single models diverged: judge each model by itself, by "
             "truth.of_seed(seed)"
         )
-    value = float(np.mean([one.value for one in each]))
+    value = float(np.mean([result.value for result in results]))
     resampled = np.asarray(np.mean(around, axis=0))
     return replace(
-        each[0],
+        results[0],
         value=value,
         interval=middle(resampled),
-        per_query=np.nanmean([one.per_query for one in each], axis=0),
-        queries=min(one.queries for one in each),
-        undefined=max(one.undefined for one in each),
-        unranked=max(one.unranked for one in each),
-        seeds=len(each),
-        runs=len(each),
+        per_query=np.nanmean([result.per_query for result in results], axis=0),
+        queries=min(result.queries for result in results),
+        undefined=max(result.undefined for result in results),
+        unranked=max(result.unranked for result in results),
+        seeds=len(results),
+        runs=len(results),
         resampled=resampled,
     )
 
@@ -351,8 +354,8 @@ def spearman(measured: Floats, predicted: Floats, weights: NDArray[np.float32]) 
     wu = weights * u
     uu = np.einsum("mb,mb->b", wu, u).astype(np.float64)
     result = np.empty((len(predicted), weights.shape[1]))
-    for row, one in zip(result, predicted, strict=True):
-        v = _ranks(one, weights)
+    for row, prediction in zip(result, predicted, strict=True):
+        v = _ranks(prediction, weights)
         vv = np.einsum("mb,mb,mb->b", weights, v, v).astype(np.float64)
         uv = np.einsum("mb,mb->b", wu, v).astype(np.float64)
         row[:] = uv / np.sqrt(np.where(vv > 0, uu * vv, 1.0) + (uu == 0))

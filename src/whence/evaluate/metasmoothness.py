@@ -112,8 +112,8 @@ def metasmoothness(
     chosen = recipe.stage(stage)
     dropped = ~draw_subsets(len(chosen.data), alpha, directions, seed)
     trainings = [Training(training_seed)] + [
-        Training(training_seed, None, chosen.name, weights=1 - times * step * one)
-        for one in dropped
+        Training(training_seed, None, chosen.name, weights=1 - times * step * mask)
+        for mask in dropped
         for times in (1, 2)
     ]
     measured = measure(recipe, query, trainings, out=out, **options)

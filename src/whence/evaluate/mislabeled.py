@@ -125,8 +125,8 @@ def mislabeled(
     wrong = _mask(flipped, len(suspicion))
     total = int(wrong.sum())
     if total in (0, len(wrong)):
-        which = "no example is" if total == 0 else "all examples are"
-        raise InvalidInput(f"{which} flipped: there is nothing to tell apart")
+        counted = "no example is" if total == 0 else "all examples are"
+        raise InvalidInput(f"{counted} flipped: there is nothing to tell apart")
     order = np.argsort(-suspicion, kind="stable")
     ends = np.flatnonzero(np.append(np.diff(suspicion[order]) != 0, True)) + 1
     c = np.append(0, ends)

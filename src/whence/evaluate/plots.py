@@ -67,10 +67,10 @@ def plot_lds(
     width = 0.36 if both else 0.6
     with _figure((1.9 + (0.8 if both else 0.6) * len(results), 3.0), path) as (fig, axis):
 
-        def bar(x: float, one: LDS, **look: Any) -> None:
-            error = np.abs(np.array(one.interval) - one.value)[:, None]
-            axis.bar(x, one.value, 0.92 * width, **look)
-            axis.errorbar(x, one.value, error, color="black", capsize=2.5, elinewidth=1)
+        def bar(x: float, result: LDS, **look: Any) -> None:
+            error = np.abs(np.array(result.interval) - result.value)[:, None]
+            axis.bar(x, result.value, 0.92 * width, **look)
+            axis.errorbar(x, result.value, error, color="black", capsize=2.5, elinewidth=1)
 
         for k, result in enumerate(results.values()):
             colour = _look(k)["color"]

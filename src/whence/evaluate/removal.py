@@ -249,14 +249,15 @@ def _check_settings(task: Task, **counts: int) -> None:
 def _check_methods(methods: Collection[str], random_floor: bool) -> None:
     if random_floor and RANDOM in methods:
         raise InvalidInput(
-            f"scores_by_method has a {RANDOM!r} of its own: rename it, or use random_floor=False"
+            f"scores_by_method has the reserved name {RANDOM!r}: rename it, or pass "
+            "random_floor=False"
         )
     if not methods and not random_floor:
         raise InvalidInput("scores_by_method is empty and random_floor=False: nothing to remove")
 
 
 def _ascending(k: Sequence[int], examples: int, batch_size: int) -> tuple[int, ...]:
-    ks = tuple(operator.index(one) for one in k)
+    ks = tuple(operator.index(number) for number in k)
     if not ks or ks[0] < 1 or any(a >= b for a, b in pairwise(ks)):
         raise InvalidInput(
             f"k={list(ks)}: give numbers of examples to remove, ascending, from 1 up"

@@ -95,7 +95,10 @@ class Selection(Tabled):
         if self.accuracy is not None:
             heads.insert(2, "accuracy")
         seeds = len(self.measured[SELECTED])
-        note = f"{self.judging} queries that did not choose, {seeds} seeds; intervals of 95 %"
+        note = (
+            f"measured on {self.judging} queries not used for the choice, {seeds} seeds; "
+            "95 % intervals"
+        )
         return Table(heads, rows, title=f"Selected by {self.method}", note=note)
 
 
@@ -127,7 +130,7 @@ def select(
             Duplicates are dropped before any other example.
         seeds: number of trainings of each kind, or their seeds.
         stage: whose examples to choose from (default: the recipe's first).
-        seed: of the halves and of the random control.
+        seed: seed of the halves and of the random control.
         out: folder that keeps finished trainings. Repeat the same call to resume.
         options: `device`, `memory`, `executor`, `engine`, `progress`: as in `retrain.measure`.
     """
@@ -155,18 +158,20 @@ def select(
     selected = np.zeros(count, dtype=bool)
     selected[_order(help_, duplicate_of)[:size]] = True
     named = seeds if isinstance(seeds, Sequence) else range(whole("seeds", seeds))
-    every = [whole("seeds", s) for s in named]
-    if not every:
+    all_seeds = [whole("seeds", s) for s in named]
+    if not all_seeds:
         raise InvalidInput(f"seeds={seeds!r}: train each kind at least once")
-    trainings = [Training(s) for s in every] + [Training(s, selected, about.name) for s in every]
-    for s in every:
+    trainings = [Training(s) for s in all_seeds] + [
+        Training(s, selected, about.name) for s in all_seeds
+    ]
+    for s in all_seeds:
         mask = np.zeros(count, dtype=bool)
         mask[random.permutation(count)[:size]] = True
         trainings.append(Training(s, mask, about.name))
     what = ["measurements"] + ["correct"] * hasattr(recipe.task, "correct")
     rows = measure(recipe, judging, trainings, out=out, what=what, **options)
     kinds = (ALL, SELECTED, RANDOM)
-    means = rows.reshape(len(kinds), len(every), len(what), -1).mean(3)  # (3, R, k)
+    means = rows.reshape(len(kinds), len(all_seeds), len(what), -1).mean(3)  # (3, R, k)
     means[np.isnan(means).any(2)] = np.nan  # diverged
     by_kind = [dict(zip(kinds, means[:, :, k], strict=True)) for k in range(len(what))]
     return Selection(

@@ -316,8 +316,8 @@ class Explorer:
     # -- retraining ------------------------------------------------------------------------------
 
     def list_jobs(self) -> dict[str, Any]:
-        every = [] if self.jobs is None else self.jobs.all()
-        return {"jobs": [self._job(job) for job in every], "refused": self.refused}
+        jobs = [] if self.jobs is None else self.jobs.all()
+        return {"jobs": [self._job(job) for job in jobs], "refused": self.refused}
 
     def submit(self, places: Sequence[int], seeds: int) -> dict[str, Any]:
         """Retrain without these examples."""

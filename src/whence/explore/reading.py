@@ -88,7 +88,7 @@ class Index:
             wanted = text.casefold().strip()
             holds = np.zeros(len(self.examples), dtype=bool)
             if self.texts is not None:
-                holds[: len(self.texts)] = [wanted in one for one in self.texts]
+                holds[: len(self.texts)] = [wanted in content for content in self.texts]
             contains = holds[ids] if len(holds) else np.zeros(len(ids), dtype=bool)
             number = wanted.removeprefix("#")
             if number.isdecimal() and len(number) < 16:

@@ -91,10 +91,10 @@ class ScoredData:
         train = study.train if train is None and study is not None else train
         collate = None if study is None else study.collate
         self.unchecked: list[str] = []
-        for name, one in scores.items():
-            asked = None if one.is_self_influence else query
+        for name, scored in scores.items():
+            asked = None if scored.is_self_influence else query
             try:
-                notes = check_data(one, train, asked, collate=collate, contents=check)
+                notes = check_data(scored, train, asked, collate=collate, contents=check)
             except ValueError as error:
                 raise InvalidInput(f"{name}: {error}") from error
             self.unchecked += [f"{name}: {line}" for line in notes]
@@ -118,7 +118,7 @@ class ScoredData:
         self.lead: Floats | None = None  # (q,) of `predictions`, negative where they are wrong
         self._curves: tuple[list[int], Floats] | None = None  # updates, and (updates, q)
         self._worker = PredictionWorker(self._predict)
-        self._indices = {name: Index(one) for name, one in self.examples.by_stage.items()}
+        self._indices = {name: Index(examples) for name, examples in self.examples.by_stage.items()}
         self._query_index = Index(self.query)
         self.stop = threading.Event()  # stops reading
         self.is_read = False
@@ -189,13 +189,13 @@ class ScoredData:
             keys[name] = (stage << 48) + scores.train_ids
             if scores.train_ids.min() < 0 or len(np.unique(keys[name])) < len(keys[name]):
                 raise InvalidInput(f"{name}: its train_ids are negative or not unique")
-        every = np.unique(np.concatenate(list(keys.values())))
-        self.ids: Ints = every & ((1 << 48) - 1)
-        self.stage_of: Ints = every >> 48
-        self.places = {name: np.searchsorted(every, columns) for name, columns in keys.items()}
+        all_keys = np.unique(np.concatenate(list(keys.values())))
+        self.ids: Ints = all_keys & ((1 << 48) - 1)
+        self.stage_of: Ints = all_keys >> 48
+        self.places = {name: np.searchsorted(all_keys, columns) for name, columns in keys.items()}
         self.columns: dict[str, Ints] = {}
         for name, places in self.places.items():
-            self.columns[name] = np.full(len(every), -1, np.int64)
+            self.columns[name] = np.full(len(all_keys), -1, np.int64)
             self.columns[name][places] = np.arange(len(places))
 
     # -- numbers ---------------------------------------------------------------------------------
@@ -311,8 +311,8 @@ class ScoredData:
     @property
     def reading(self) -> dict[str, int] | None:
         """The progress of reading; None when it is done."""
-        every = [self._query_index, *self._indices.values()]
-        done, total = sum(len(i.labels) for i in every), sum(len(i.examples) for i in every)
+        indices = [self._query_index, *self._indices.values()]
+        done, total = sum(len(i.labels) for i in indices), sum(len(i.examples) for i in indices)
         return None if self.is_read else {"done": done, "of": total}
 
     def labels(self) -> list[str]:
@@ -432,7 +432,7 @@ class ScoredData:
     @property
     def train_unknown(self) -> bool:
         """Whether the training data was not given."""
-        return any(one.dataset is None for one in self.examples.by_stage.values())
+        return any(examples.dataset is None for examples in self.examples.by_stage.values())
 
     def query_class(self, row: int) -> str | None:
         """The label of a query, if it names a class."""

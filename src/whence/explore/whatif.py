@@ -82,7 +82,7 @@ def _prediction(data: ScoredData, name: str, places: Ints) -> dict[str, Any]:
 
 def judged(data: ScoredData, job: Job, outcome: Outcome, places: Ints) -> dict[str, Any]:
     """Predicted and real change, by all scores of queries."""
-    real, error = outcome.change, outcome.error
+    measured, error = outcome.change, outcome.error
     sound = int(outcome.sound.sum())
     sets = {}
     for name in data.sets:
@@ -90,15 +90,15 @@ def judged(data: ScoredData, job: Job, outcome: Outcome, places: Ints) -> dict[s
         sets[name] = {
             "change": _list(change),
             "unknown": unknown.tolist(),
-            **agreement(change, real),
+            **agreement(change, measured),
         }
     return {
-        "real": _list(real),
+        "real": _list(measured),
         "error": _list(error),
         "baseline": _list(outcome.baseline),
         "seeds": len(job.seeds),
         "sound": sound,
-        "becomes": _becomes(data, outcome.baseline, real),
+        "becomes": _becomes(data, outcome.baseline, measured),
         "sets": sets,
     }
 

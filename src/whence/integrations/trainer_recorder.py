@@ -74,7 +74,7 @@ class TrainerRecorder:
             size: number of training examples.
             notes: what the trainer does and SOURCE does not model.
             usual: names of notes that are the trainer's defaults: stored, without a warning.
-            retried: whether the trainer restarts by itself, with the weights that its failed
+            retried: whether the trainer restarts automatically, with the weights that its failed
                 attempt left.
         """
         failed, self._recorder = self._recorder, None

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-BYTES = {"cuda": 16}  # to which rows are aligned
-LONG = 4096  # columns, from which the time for copying them is small
+ALIGNMENT_BYTES = {"cuda": 16}  # to which rows are aligned
+MIN_COLUMNS = 4096  # columns, from which the time for copying them is small
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 LINEAR = F.linear  # which `Tape` replaces
 
@@ -48,9 +48,9 @@ def missing_rows(weight: Tensor) -> int:
     """By how many rows a weight (o, i) must be longer for x Wᵀ to be aligned; 0 if it does not
     matter."""
     single = weight.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    if len(weight) < LONG or not (single or weight.dtype in (torch.bfloat16, torch.float16)):
+    if len(weight) < MIN_COLUMNS or not (single or weight.dtype in (torch.bfloat16, torch.float16)):
         return 0
-    return -len(weight) % max(1, BYTES.get(weight.device.type, 1) // weight.itemsize)
+    return -len(weight) % max(1, ALIGNMENT_BYTES.get(weight.device.type, 1) // weight.itemsize)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -23,12 +23,12 @@ class Projection(Kind):
 
     def refusal(self, module: nn.Module) -> str | None:
         if module._parameters.get("in_proj_weight") is None:
-            return "it projects queries, keys and values with weights of their own (kdim, vdim)"
+            return "it has separate weights for queries, keys and values (kdim, vdim)"
         return super().refusal(module)
 
 
 class Output(Linear):
-    """The output projection, which PyTorch gives a class of its own."""
+    """The output projection, for which PyTorch has a separate class."""
 
     module = NonDynamicallyQuantizableLinear
     seen = "product"

@@ -40,7 +40,7 @@ class ParameterBlock:
     i: int  # without the bias coordinate
     bias: bool
     parameter: str  # the weight's name in the model
-    rows: bool = False  # each row has a curvature of its own: outputs have no eigenbasis
+    rows: bool = False  # each row has its own curvature: outputs have no eigenbasis
     lookup: bool = False  # `s` is `Rows` and nothing else
     group: int = 0  # of the kind's blocks, the one that this is (a part of)
     row: int = 0  # where the part begins
@@ -70,17 +70,17 @@ class ParameterBlock:
         return self.o * self.width
 
     def inputs_in(self, parts: Sequence[Any]) -> Any:
-        """Its own of the inputs (n, t, i) of a kind's blocks."""
+        """This block's part of the inputs (n, t, i) of a kind's blocks."""
         part = parts[self.group]
         return part if self.rows else _narrowed(part, 2, self.column, self.i)
 
     def slopes_in(self, parts: Sequence[Tensor]) -> Tensor:
-        """Its own of the output gradients (n, t, o) of a kind's blocks."""
+        """This block's part of the output gradients (n, t, o) of a kind's blocks."""
         part = parts[self.group]
         return part if self.rows else _narrowed(part, 2, self.row, self.o)
 
     def matrix_in(self, parts: Sequence[Tensor]) -> Tensor:
-        """Its own of matrices (o, width), one for each of a kind's blocks."""
+        """This block's part of matrices (o, width), one for each of a kind's blocks."""
         rows = _narrowed(parts[self.group], 0, self.row, self.o)
         return _narrowed(rows, 1, self.column, self.width)
 
@@ -208,10 +208,10 @@ def sides(kind: Kind, inputs: Tensor | Rows, gradient: Tensor, o: int) -> tuple[
     if kind.form == "matrix":
         assert isinstance(inputs, Tensor)
         return inputs, gradient
-    each = gradient.reshape(-1, len(inputs), *gradient.shape[1:])
+    gradients = gradient.reshape(-1, len(inputs), *gradient.shape[1:])
     if isinstance(inputs, Rows):
-        return inputs.weighted(each).flatten(0, 1), inputs
-    s = (each * inputs).flatten(0, 1)
+        return inputs.weighted(gradients).flatten(0, 1), inputs
+    s = (gradients * inputs).flatten(0, 1)
     s = s if s.shape[2] == o else torch.cat([s, gradient], 2)
     return s.new_ones(len(inputs), s.shape[1], 1), s
 
@@ -229,7 +229,7 @@ class _Call:
 
 
 class _Notes:
-    """Notes x and y of the weights of one module, whose forward a kind computes."""
+    """Records x and y of the weights of a module whose forward a kind computes."""
 
     def __init__(self, tape: Tape, host: nn.Module) -> None:
         self.tape, self.n, self.forward = tape, tape.n, host.forward
@@ -283,17 +283,17 @@ class Tape:
                 elif kind.seen == "call":
                     self._handles.append(module.register_forward_hook(self._hook(layer, kind)))
                 elif kind.seen == "copies":
-                    each = weight.expand(self.n, *weight.shape)
-                    self._note(layer, kind, module, weight.new_ones(self.n, 1), each)
-                    one = OnePerExample.of(each)
-                    self._replace(module, layer.weight.rpartition(".")[2], one)
+                    expanded = weight.expand(self.n, *weight.shape)
+                    self._note(layer, kind, module, weight.new_ones(self.n, 1), expanded)
+                    copies = OnePerExample.of(expanded)
+                    self._replace(module, layer.weight.rpartition(".")[2], copies)
                 else:
                     host = kind.host(module)
                     if host not in notes:
                         notes[host] = _Notes(self, host)
                         self._replace(host, "forward", partial(kind.forward, host, notes[host]))
-                    its = dict(host.named_parameters()).items()
-                    name = next(name for name, p in its if p is weight)
+                    parameters = dict(host.named_parameters()).items()
+                    name = next(name for name, p in parameters if p is weight)
                     notes[host].uses[name] = layer, kind, module
         if self._functional:
             F.linear = self._product  # type: ignore[assignment]
@@ -326,7 +326,7 @@ class Tape:
                 )
                 return None
             x = inputs[0].detach()
-            if layer.shared:  # from here on, each example has an output of its own
+            if layer.shared:  # from here on, each example has its own output
                 whole = layer.shared == "free" or x.dim() == 1
                 x, output = (_repeated(y, self.n, whole) for y in (x, output))
             self._note(layer, kind, module, self._unfolded(kind, x), output)
@@ -490,8 +490,8 @@ class Tape:
             outputs: list[Outputs] = [block.slopes_in(slope) for slope in slopes]
             a = partial(_inputs_of, inputs, block, self.examples)
             if block.rows:
-                each = zip(calls, inputs(), slopes, strict=True)
-                pairs = [sides(c.kind, x[k], g[k], block.o) for (c, _), x, g in each]
+                passes = zip(calls, inputs(), slopes, strict=True)
+                pairs = [sides(c.kind, x[k], g[k], block.o) for (c, _), x, g in passes]
                 a = partial(joined, [_folded(pair[0], self.examples) for pair in pairs])
                 outputs = [pair[1] for pair in pairs]
             its_mask = places = None
@@ -539,8 +539,8 @@ def _mask_for(
 ) -> Tensor:
     """The task's mask for the calls whose positions it describes; ones for the others."""
     pairs = zip(calls, outputs, strict=True)
-    each = [_of_call(call, s, mask, block).to(like) for call, s in pairs]
-    masks: Tensor = joined([_folded(part, examples) for part in each])
+    call_masks = [_of_call(call, s, mask, block).to(like) for call, s in pairs]
+    masks: Tensor = joined([_folded(part, examples) for part in call_masks])
     return masks
 
 
@@ -556,10 +556,10 @@ def _of_call(call: _Call, s: Outputs, mask: Tensor | None, block: int) -> Tensor
 
 def _places(calls: Sequence[_Call], block: int) -> Places | None:
     """The places of all calls, if all of them have some in the same number of positions."""
-    each = [call.places for call in calls if call.places is not None]
-    if len(each) < len(calls) or len({places.length for places in each}) != 1:
+    known = [call.places for call in calls if call.places is not None]
+    if len(known) < len(calls) or len({places.length for places in known}) != 1:
         return None
-    return Places(torch.cat([places.of(block) for places in each], 1), each[0].length)
+    return Places(torch.cat([places.of(block) for places in known], 1), known[0].length)
 
 
 def whole_gradients(a: Tensor, s: Outputs, bias: bool) -> Tensor:

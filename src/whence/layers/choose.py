@@ -75,8 +75,8 @@ def last_blocks(count: int) -> Chooser:
     if count < 1:
         raise InvalidInput(f"last_blocks({count}): choose at least one")
 
-    def choose(every: Mapping[str, nn.Module]) -> set[str]:
-        layers = [name for name in every if name in matrices(every)]
+    def choose(trackable: Mapping[str, nn.Module]) -> set[str]:
+        layers = [name for name in trackable if name in matrices(trackable)]
         places = {n: (m[1], int(m[2])) for n in layers if (m := _NUMBERED.match(n))}
         if not places:
             raise InvalidInput("last_blocks: no layer is in a numbered block (such as 'h.11.mlp')")

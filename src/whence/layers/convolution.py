@@ -97,8 +97,8 @@ def _patches(image: Tensor, module: Any) -> list[Tensor]:
     """What is under the kernel at each of its places on (n, ..., c): (n, t, i) of each group."""
     n, *sizes, c = image.shape
     kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-    each = zip(sizes, kernel, stride, dilation, strict=True)
-    places = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in each]
+    axes = zip(sizes, kernel, stride, dilation, strict=True)
+    places = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in axes]
     steps = image.stride()[1:-1]
     along = [step * s for step, s in zip(steps, stride, strict=True)]
     inside = [step * d for step, d in zip(steps, dilation, strict=True)]

@@ -1,8 +1,8 @@
 """Any other module, computed with one copy of its parameters for each example.
 
 This is exact for every module whose forward `torch.vmap` can follow: weights with a parametrization
-(weight norm, spectral norm), layers with a forward of their own, scales of channels. Its price is
-a copy of the parameters per example, and a curvature that is diagonal.
+(weight norm, spectral norm), layers whose class overrides `forward`, scales of channels. It costs a
+copy of the parameters per example, and the curvature is diagonal.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Copied(Direct):
 
     def forward(self, host: Any, note: Notes, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
-        which = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        shapes = [tuple(leaves[k].shape) for k in which]
+        tensor_places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        shapes = [tuple(leaves[k].shape) for k in tensor_places]
         for shape in shapes:
             if shape[:1] not in ((note.n,), (1,)):  # or one row for all
                 raise InvalidInput(f"an input {shape} does not have the {note.n} examples in front")
@@ -47,16 +47,16 @@ class Copied(Direct):
             note(name, weight.new_ones(note.n, 1), copy)
 
         def alone(copies: dict[str, Tensor], inputs: list[Tensor]) -> Any:
-            every = list(leaves)
-            for k, x in zip(which, inputs, strict=True):
-                every[k] = x.unsqueeze(0)
-            args, kwargs = tree_unflatten(every, structure)
+            arguments = list(leaves)
+            for k, x in zip(tensor_places, inputs, strict=True):
+                arguments[k] = x.unsqueeze(0)
+            args, kwargs = tree_unflatten(arguments, structure)
             outputs = functional_call(inside, copies, args, kwargs)
             return tree_map(lambda y: y.squeeze(0), outputs)
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, in a loop
-            inputs = [leaves[k].expand(note.n, *leaves[k].shape[1:]) for k in which]
+            inputs = [leaves[k].expand(note.n, *leaves[k].shape[1:]) for k in tensor_places]
             return torch.vmap(alone)(copies, inputs)
 
 

@@ -47,15 +47,15 @@ def heads(model: nn.Module, layer: TrackedLayer) -> list[Head]:
     known = {n: k for k, names in enumerate((QUERIES, KEYS, PACKED, OUTPUTS)) for n in names}
     if name not in known:
         return []
-    which = known[name]
-    count = next(_counts(model, owner, KEY_COUNTS if which == 1 else ()), 0)
+    role = known[name]
+    count = next(_counts(model, owner, KEY_COUNTS if role == 1 else ()), 0)
     count = count or next(_counts(model, owner, COUNTS), 0)
-    size, runs = (block.i if which == 3 else block.o), 3 if which == 2 else 1
+    size, runs = (block.i if role == 3 else block.o), 3 if role == 2 else 1
     if count < 2 or size % (runs * count):
         return []
     d = size // (runs * count)
     return [
-        Head(h, tuple(run * count * d + h * d for run in range(runs)), d, which == 3)
+        Head(h, tuple(run * count * d + h * d for run in range(runs)), d, role == 3)
         for h in range(count)
     ]
 
@@ -66,10 +66,10 @@ def _counts(model: nn.Module, owner: list[str], names: tuple[str, ...]) -> Itera
     inside = any("attention" in part or "attn" in part for part in owner)  # no MLP beside it
     beside = [model.get_submodule(".".join(owner[:-1]))] if inside else []
     near = [module, *(child for parent in beside for child in parent.children())]
-    for each in near:
-        if "attention" not in type(each).__name__.lower():
+    for neighbour in near:
+        if "attention" not in type(neighbour).__name__.lower():
             continue
-        for holder in (each, getattr(each, "config", None)):
+        for holder in (neighbour, getattr(neighbour, "config", None)):
             for name in names:
                 value = getattr(holder, name, None)
                 if isinstance(value, int):

@@ -16,7 +16,7 @@ x and y are seen in one of four ways (`Kind.seen`):
     call            the module's input and output
     product         the operands and the result of `F.linear`, where no module is called
     copies          a parameter is replaced by one copy per example, (n, ...)
-    forward         the kind computes the module's output, and notes x and y of each weight
+    forward         the kind computes the module's output, and records x and y of each weight
 
 To support another layer, write a subclass and `register` it.
 """
@@ -63,7 +63,7 @@ class Places:
 
 
 class Notes(Protocol):
-    """What `Kind.forward` gets: a function that notes x and y of a weight.
+    """Passed to `Kind.forward`, which calls it to record x and y of a weight.
 
     Attributes:
         n: examples in the batch.
@@ -90,9 +90,9 @@ class Kind:
     form: ClassVar[Form] = "matrix"
     #: names of its weight and bias in the module
     attributes: ClassVar[tuple[str, str]] = ("weight", "bias")
-    #: whether a bias is a last column of the matrix; if not, it is a layer of its own
+    #: whether a bias is a last column of the matrix; if not, it is a separate layer
     bias_column: ClassVar[bool] = True
-    #: how its inputs and outputs are seen
+    #: how its inputs and outputs are captured
     seen: ClassVar[Seen] = "call"
     #: of products, whether (n t, i) has the positions of an example together; else (t n, i)
     examples_first: ClassVar[bool] = False
@@ -104,12 +104,12 @@ class Kind:
         return True
 
     def refusal(self, module: nn.Module) -> str | None:
-        """Why this module cannot be captured, such as a subclass with a forward of its own; None if
+        """Why this module cannot be captured, such as a subclass with its own forward; None if
         it can."""
         return own_forward(module, self.module)
 
     def parts(self, module: Any) -> Sequence[Part]:
-        """The matrices of a module that has several, each a layer of its own; else none."""
+        """The matrices of a module that has several, each a separate layer; else none."""
         return ()
 
     def host(self, module: Any) -> nn.Module:
@@ -143,7 +143,7 @@ class Kind:
         return [gradient.reshape(len(gradient), -1, gradient.shape[-1])]
 
     def bias_gradient(self, module: Any, gradient: Tensor) -> Tensor:
-        """`s` (n, t, o) of a bias that is a layer of its own."""
+        """`s` (n, t, o) of a bias that is a separate layer."""
         return torch.cat(self.gradients(module, gradient), -1)
 
     def matrices(self, module: Any, weight: Tensor) -> list[Tensor]:
@@ -181,7 +181,7 @@ def kind_of(module: nn.Module) -> Kind | None:
             return False
         if isinstance(kind.module, type):
             return kind.module in classes
-        return any(fnmatchcase(each.__name__, name) for each in classes for name in kind.module)
+        return any(fnmatchcase(base.__name__, name) for base in classes for name in kind.module)
 
     return next((kind for kind in KINDS if is_of(kind) and kind.claims(module)), None)
 

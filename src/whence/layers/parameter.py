@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from whence.errors import InvalidInput
 from whence.layers.kind import Kind, Seen
 
-MOST = 2**22  # numbers in a parameter, above which copies take too much memory
+MAX_COPIED_NUMBERS = 2**22  # numbers in a parameter, above which copies take too much memory
 
 
 class Bias(Kind):
@@ -51,7 +51,7 @@ class Direct(Kind):
     def refusal(self, module: nn.Module) -> str | None:
         parameter = module._parameters[self.attribute]
         assert parameter is not None
-        if parameter.numel() <= MOST:
+        if parameter.numel() <= MAX_COPIED_NUMBERS:
             return None
         return f"a copy of its {parameter.numel():,} numbers for each example takes too much memory"
 
@@ -82,9 +82,9 @@ class OnePerExample(Tensor):
 
     @staticmethod
     def of(each: Tensor) -> OnePerExample:
-        one = torch.Tensor._make_subclass(OnePerExample, each[0].detach())
-        one.each = each
-        return one
+        value = torch.Tensor._make_subclass(OnePerExample, each[0].detach())
+        value.each = each
+        return value
 
     @classmethod
     def __torch_function__(
@@ -100,22 +100,22 @@ class OnePerExample(Tensor):
                 return result
             compute: Callable[..., Any] = PRODUCTS.get(name, func)
             leaves, structure = tree_flatten((args, kwargs or {}))
-            which = [k for k, x in enumerate(leaves) if isinstance(x, OnePerExample)]
+            copies = [k for k, x in enumerate(leaves) if isinstance(x, OnePerExample)]
             batch = [x.dim() for x in leaves if type(x) is not cls and isinstance(x, Tensor)]
 
             def call(values: Sequence[Tensor]) -> Any:
-                every = list(leaves)
-                for k, value in zip(which, values, strict=True):
-                    every[k] = value
-                positional, named = tree_unflatten(every, structure)
+                operands = list(leaves)
+                for k, value in zip(copies, values, strict=True):
+                    operands[k] = value
+                positional, named = tree_unflatten(operands, structure)
                 return compute(*positional, **named)
 
             if not any(batch):  # a number beside it is no batch
-                values = torch.vmap(call)([leaves[k].each for k in which])
+                values = torch.vmap(call)([leaves[k].each for k in copies])
                 return tree_map(OnePerExample.of, values)
             axes = max(batch) if name in BROADCASTS or name in PRODUCTS else 0
             matrix = 1 if name in PRODUCTS else None  # the place of the right factor
-            return call([_in_batch(leaves[k], axes, name, k == matrix) for k in which])
+            return call([_in_batch(leaves[k], axes, name, k == matrix) for k in copies])
 
 
 def _in_batch(x: OnePerExample, axes: int, function: str, matrix: bool) -> Tensor:

@@ -28,9 +28,9 @@ from whence.world import World
 LOSSES, MEASUREMENTS, OUTPUTS = "losses", "measurements", "outputs"  # what is tried
 #: how far two computations of the same loss may differ, relative to the largest output
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
-ROUNDED = 2e-2  # with bfloat16 or TF32 products
-TOGETHER = 64  # examples of a real batch, at most, that are compared in a smaller one
-COMPARED = 3  # sizes of batches that are compared with examples alone, of each dataset and signal
+ROUNDED_TOLERANCE = 2e-2  # with bfloat16 or TF32 products
+COMPARED_EXAMPLES = 64  # examples of a real batch, at most, that are compared in a smaller one
+COMPARED_SIZES = 3  # sizes of batches that are compared with examples alone, per dataset and signal
 NAMES = {"loss": "loss", "measurement": "measurement", "sampled": "pseudo-loss"}
 
 
@@ -179,7 +179,7 @@ class Passes:
     def tolerance(self) -> float:
         """How far two computations of the same loss may differ, relative to the outputs."""
         exact = not rounded_products(self.dtype, self.device)
-        return TOLERANCES.get(self.dtype, ROUNDED) if exact else ROUNDED
+        return TOLERANCES.get(self.dtype, ROUNDED_TOLERANCE) if exact else ROUNDED_TOLERANCE
 
     def knows(self, data: Batches, checkpoint: Weights, what: str) -> bool:
         """Whether these values have been tried."""
@@ -286,7 +286,7 @@ class Passes:
     def _compares(self, data: Batches, indices: np.ndarray, signal: Signal) -> bool:
         """Whether some examples of this batch are to be compared with them alone."""
         sizes = self._compared.setdefault((id(data), signal.name), set())
-        known = len(indices) < 2 or len(indices) in sizes or len(sizes) == COMPARED
+        known = len(indices) < 2 or len(indices) in sizes or len(sizes) == COMPARED_SIZES
         return signal.name != "exact" and not known
 
     def _alone(
@@ -300,7 +300,7 @@ class Passes:
             return {}  # which is reported later, with the layer
         separation, drawn = self._separation(data), signal.name == "sampled"
         sketches: dict[int, Tensor] = {}
-        which = {0, int(values.argmin()), int(values.argmax()), len(indices) - 1}
+        checked = {0, int(values.argmin()), int(values.argmax()), len(indices) - 1}
 
         def redrawn(k: int) -> tuple[Tensor, Tensor]:
             seeds = range(signal.seed + 1, signal.seed + 1 + REDRAWS)
@@ -322,14 +322,15 @@ class Passes:
             values, sketches[index] = separation.gradients(self.tracked.layers, [index], value)
             return values[0]
 
-        some = np.linspace(0, len(indices) - 1, min(TOGETHER, len(indices) // 2)).astype(np.int64)
-        if len(some) > 2:  # in another batch: of those that change, one is looked at alone
-            with examples_of(data.name, indices[some]):
-                fewer = computed(indices[some], signal.seed)[0]
-            which |= set(some[separation.differ(fewer, values[some]).cpu().numpy()][:1].tolist())
+        count = min(COMPARED_EXAMPLES, len(indices) // 2)
+        few = np.linspace(0, len(indices) - 1, count).astype(np.int64)
+        if len(few) > 2:  # in another batch: of those that change, one is looked at alone
+            with examples_of(data.name, indices[few]):
+                fewer = computed(indices[few], signal.seed)[0]
+            checked |= set(few[separation.differ(fewer, values[few]).cpu().numpy()][:1].tolist())
         again = redrawn if drawn else None
-        separation.compare(indices, values, sorted(which), alone, NAMES[signal.name], again)
-        return {k: sketches[int(indices[k])][0] for k in sorted(which) if not drawn}
+        separation.compare(indices, values, sorted(checked), alone, NAMES[signal.name], again)
+        return {k: sketches[int(indices[k])][0] for k in sorted(checked) if not drawn}
 
     def _separate(
         self,
@@ -421,7 +422,7 @@ class Passes:
         examples = listed(indices[bad.cpu().numpy()])
         return (
             f"checkpoint at step {self.step}: {what} is NaN or infinite for {data.name} example "
-            f"{examples}. Mend or leave out the example; if all are affected, the checkpoint "
+            f"{examples}. Correct or leave out the example; if all are affected, the checkpoint "
             "itself has diverged"
         )
 

@@ -176,13 +176,13 @@ def _along(
     family: str, products: _Products, x: Tensor, state: State, numbers: Tensor, backward: bool
 ) -> tuple[Tensor, State]:
     """One layer in one direction: its outputs (n, t, o), and its last state."""
-    each = products("weight_ih", x, Places(numbers, x.shape[1])).unbind(1)
+    steps = products("weight_ih", x, Places(numbers, x.shape[1])).unbind(1)
     outputs = []
-    for t in reversed(range(len(each))) if backward else range(len(each)):
-        here = numbers[:, t : t + 1]
-        after = _step(family, products, each[t], state, Places(here, len(each)))
+    for t in reversed(range(len(steps))) if backward else range(len(steps)):
+        number = numbers[:, t : t + 1]
+        after = _step(family, products, steps[t], state, Places(number, len(steps)))
         pairs = zip(after, state, strict=True)  # a sequence that has ended keeps its state
-        state = tuple(torch.where(here >= 0, new, old) for new, old in pairs)
+        state = tuple(torch.where(number >= 0, new, before) for new, before in pairs)
         outputs.append(state[0])
     return torch.stack(outputs[::-1] if backward else outputs, 1), state
 

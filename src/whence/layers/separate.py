@@ -1,4 +1,4 @@
-"""Whether examples see each other: a loss or a gradient that depends on the rest of the batch.
+"""Whether examples affect each other: a loss or a gradient that depends on the rest of the batch.
 
 Attribution needs examples that do not mix. Pooling over padding, a division by the batch's maximum,
 in-batch negatives, and batch norm without running statistics mix them. Examples spread over the
@@ -26,10 +26,10 @@ from whence.task import Task
 
 CANDIDATES = 256  # examples among which the extreme ones are chosen
 REDRAWS = 8  # of a pseudo-loss, where rounding may have changed which label was drawn
-SKETCH = 4  # random directions in which a layer's output gradients are compared
+SKETCH_DIRECTIONS = 4  # random directions in which a layer's output gradients are compared
 LOSS_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4}  # relative; else:
 GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
-ROUNDED = 3e-2, 0.3  # loss and gradient in bfloat16, or with TF32 products
+ROUNDED_TOLERANCES = 3e-2, 0.3  # loss and gradient in bfloat16, or with TF32 products
 REASONS = (
     "attribution needs examples that do not mix (batch norm without running statistics? pooling "
     "over padding? division by the batch's maximum? in-batch negatives? a collate function that "
@@ -44,8 +44,8 @@ Values = Callable[[Tensor, Any], Tensor]  # of a model's outputs (n, ...) and a 
 def pairs(data: Batches) -> list[Pair]:
     """Examples to compare alone and together: spread over the data, and extreme in size."""
     n, spread = len(data), candidates(data)
-    each = len(spread) if data.sliceable else 1
-    extents = [_extents(batch, each) for batch in looked_at(data, spread)]
+    size = len(spread) if data.sliceable else 1
+    extents = [_extents(batch, size) for batch in looked_at(data, spread)]
     numbers, sizes = (np.concatenate(part).tolist() for part in zip(*extents, strict=True))
     order = sorted(range(len(spread)), key=lambda k: (numbers[k], sizes[k]))
     by_size = sorted(range(len(spread)), key=lambda k: sizes[k])
@@ -106,7 +106,7 @@ class Separation:
         self,
         indices: Indices,
         together: Tensor,
-        which: Sequence[int],
+        places: Sequence[int],
         value: Callable[[int], Tensor],
         what: str = "loss",
         redrawn: Callable[[int], tuple[Tensor, Tensor]] | None = None,
@@ -118,7 +118,7 @@ class Separation:
                 the batch. Rounding may change a draw of one label among many, and so the value.
                 Then the difference is still small beside that of two draws.
         """
-        for k in which:
+        for k in places:
             a, b = self._alone(int(indices[k]), value), together[k]
             if bool(self.differ(a, b)):
                 if redrawn is not None:
@@ -133,7 +133,11 @@ class Separation:
 
     def differ(self, a: Tensor, b: Tensor) -> Tensor:
         """Which values differ by more than rounding."""
-        tolerance = ROUNDED[0] if self.rounded else LOSS_TOLERANCE.get(self.dtype, ROUNDED[0])
+        tolerance = (
+            ROUNDED_TOLERANCES[0]
+            if self.rounded
+            else LOSS_TOLERANCE.get(self.dtype, ROUNDED_TOLERANCES[0])
+        )
         return (a - b).abs() > tolerance * (1 + torch.maximum(a.abs(), b.abs()))
 
     def check_gradients(self, layers: Sequence[TrackedLayer], chosen: Sequence[Pair]) -> None:
@@ -153,8 +157,8 @@ class Separation:
         alone: Tensor,
     ) -> None:
         """Compare the sketch (d,) of one example's gradient in a batch with that of it alone."""
-        tolerance = GRADIENT_TOLERANCE.get(self.dtype, ROUNDED[1])
-        tolerance = ROUNDED[1] if self.rounded else tolerance
+        tolerance = GRADIENT_TOLERANCE.get(self.dtype, ROUNDED_TOLERANCES[1])
+        tolerance = ROUNDED_TOLERANCES[1] if self.rounded else tolerance
         difference, size = float((together - alone).norm()), float(alone.norm())
         if difference <= tolerance * size:
             return
@@ -194,18 +198,18 @@ class Separation:
         batch = self._batch(indices)
         tape = Tape(self.model, layers, len(indices), self.task.rows(batch))
         with torch.enable_grad(), tape:
-            each = values(self.task.outputs(self.model, batch), batch)
-            total = each.sum()
+            of_examples = values(self.task.outputs(self.model, batch), batch)
+            total = of_examples.sum()
         tape.check()
         factors = tape.backward(total, None, self.task.mask(batch), keep=False)
         parts = [sketch(part, seed) for seed, (_, blocks) in enumerate(factors) for part in blocks]
-        return each.detach(), torch.cat(parts, 1)
+        return of_examples.detach(), torch.cat(parts, 1)
 
 
 def sketch(factors: LayerFactors, seed: int, rows: Tensor | None = None) -> Tensor:
-    """What shows a change of a layer's output gradients: of some rows (all if None), in a few
-    random directions, their sum and their norm over positions, (rows, 2 SKETCH). Positions of
-    padding, which have no gradient, do not count, nor does the order."""
+    """A sketch that shows a change of a layer's output gradients: of some rows (all if None), in a
+    few random directions, their sum and their norm over positions, (rows, 2 SKETCH_DIRECTIONS).
+    Padding, which has no gradient, does not count, nor does the order of positions."""
     sides, s = [factors.slopes], factors.s
     if isinstance(s, Rows) and s.dense is not None:  # a table that is a matrix too
         sides = [s.split(factors.a)[0], s.dense]
@@ -220,7 +224,7 @@ def sketch(factors: LayerFactors, seed: int, rows: Tensor | None = None) -> Tens
 
 @lru_cache(1024)  # most layers are compared several times; every copy makes a GPU wait
 def _directions(width: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    random = torch.randn(width, SKETCH, generator=torch.Generator().manual_seed(seed))
+    random = torch.randn(width, SKETCH_DIRECTIONS, generator=torch.Generator().manual_seed(seed))
     return random.to(device, dtype)
 
 

@@ -131,22 +131,22 @@ class StreamedWeights(WeightLoader):
 
     def _fill(self) -> None:
         """Replace the meta parameters: a matrix by one number that is shown in its shape."""
-        real: dict[nn.Parameter, nn.Parameter] = {}
+        filled: dict[nn.Parameter, nn.Parameter] = {}
         for path, module in self.model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or not parameter.is_meta:
                     continue
                 streamed = parameter.dim() > 1 and len(parameter) > 1
-                if parameter not in real:
+                if parameter not in filled:
                     shape = () if streamed else parameter.shape
                     # a number that cannot be taken for a weight
                     number = torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)
                     values = number.expand(parameter.shape)
-                    real[parameter] = nn.Parameter(values, parameter.requires_grad)
-                    self._nowhere[real[parameter]] = values
-                module._parameters[name] = real[parameter]
+                    filled[parameter] = nn.Parameter(values, parameter.requires_grad)
+                    self._nowhere[filled[parameter]] = values
+                module._parameters[name] = filled[parameter]
                 if streamed:
-                    names = self._matrices.setdefault(real[parameter], [])
+                    names = self._matrices.setdefault(filled[parameter], [])
                     names.append(f"{path}.{name}" if path else name)
 
     def _attend(self, unit: nn.Module, units: list[nn.Module]) -> Iterator[Any]:

@@ -104,7 +104,7 @@ class Updates:
             data, so they are not tracked. If they moved none, all are tracked, and the method
             reports the problem.
         same_rates: whether every update had one rate for these two. A bias with other rates than
-            its weight is a layer of its own.
+            its weight is a separate layer.
         unrecorded: those that changed although no recorded optimizer updates them.
     """
 
@@ -189,7 +189,7 @@ def _candidates(
     chosen = trackable if choose is None else choose(trackable)
     layers: dict[tuple[int, ...], TrackedLayer] = {}
     for path, module, parts in uses:
-        tensors = [module._parameters.get(k) for _, *each in parts for k in each]
+        tensors = [module._parameters.get(k) for _, *keys in parts for k in keys]
         parameters = [names[id(p)] for p in tensors if p is not None]
         if path not in chosen:
             earlier = {name: f"{reasons[name]}; " for name in parameters if name in reasons}
@@ -199,13 +199,13 @@ def _candidates(
         if reason:
             reasons.update(dict.fromkeys(parameters, reason))
             continue
-        for kind, *each in parts:
-            its = [p for k in each if (p := module._parameters.get(k)) is not None]
-            bias = names[id(its[1])] if len(its) > 1 else None
-            alone = len(parts) == 1 or ((kind, *each) == parts[0] and kind.seen == "call")
-            name = path if alone else f"{path}.{each[0]}"
-            layer = TrackedLayer(name or "(model)", names[id(its[0])], bias)
-            layers.setdefault(tuple(map(id, its)), layer).uses.append((module, kind))
+        for kind, *keys in parts:
+            pair = [p for k in keys if (p := module._parameters.get(k)) is not None]
+            bias = names[id(pair[1])] if len(pair) > 1 else None
+            alone = len(parts) == 1 or ((kind, *keys) == parts[0] and kind.seen == "call")
+            name = path if alone else f"{path}.{keys[0]}"
+            layer = TrackedLayer(name or "(model)", names[id(pair[0])], bias)
+            layers.setdefault(tuple(map(id, pair)), layer).uses.append((module, kind))
     return list(layers.values())
 
 
@@ -258,15 +258,16 @@ def _refusal(
     owners: Owners,
     chosen: Collection[str],
 ) -> str | None:
-    """Why a use cannot be captured."""
+    """Why the use of a weight cannot be captured."""
     kind, *attributes = parts[0]
     several = parts if kind.seen == "forward" else parts[:1]
-    its = [p for _, *each in several for k in each if (p := module._parameters.get(k)) is not None]
+    names = [name for _, *keys in several for name in keys]
+    parameters = [p for name in names if (p := module._parameters.get(name)) is not None]
     if reason := kind.refusal(module):
         return reason
-    if any(module._parameters.get(each[0]) is None for _, *each in several):
+    if any(module._parameters.get(keys[0]) is None for _, *keys in several):
         return "its weight is computed from other parameters (a parametrization)"
-    sharers = [m for p in its for m in owners[id(p)] if m[1] is not module]
+    sharers = [m for p in parameters for m in owners[id(p)] if m[1] is not module]
     if kind.seen in ("copies", "forward"):
         return _tied(path, [sharers[0][0]]) if sharers else None
     others = sorted(q for q, m in sharers if not _one_weight(kind, m))
@@ -347,22 +348,22 @@ def _rejected(
         together = kind.host(module) if kind.seen == "forward" else layer
         hosts.setdefault(id(together), []).append(layer)
     problems: dict[str, str | None] = {}
-    for some in hosts.values():
+    for group in hosts.values():
         reason = None
         try:
-            with torch.enable_grad(), Tape(model, some, n, rows) as tape:
+            with torch.enable_grad(), Tape(model, group, n, rows) as tape:
                 outputs = task.outputs(model, batch)
             if _differ(outputs, expected, tolerance):
-                reason = "its forward, computed step by step, gives other outputs"
+                reason = "its outputs differ if its forward is computed step by step"
             elif any(
                 _differ(slope, slopes[layer], tolerance)
-                for layer, slope in _slopes(outputs, some).items()
+                for layer, slope in _slopes(outputs, group).items()
             ):
-                reason = "its forward, computed step by step, gives other gradients"
+                reason = "its gradients differ if its forward is computed step by step"
         except Exception as error:  # of the user's code
             why = str(error).partition("\n")[0]
             reason = f"all examples share it, and the model fails with one for each ({why})"
-        for layer in some:
+        for layer in group:
             problems[layer.name] = reason or tape.problem(layer)
     return problems
 
@@ -420,8 +421,8 @@ def _verified(
 
     def compare(k: int, layer: TrackedLayer, truth: Mapping[str, Tensor]) -> None:
         for factors, w in zip(captured[layer], layer.matrices(truth), strict=True):
-            one = slice(k, k + 1)
-            (g,) = whole_gradients(factors.a[one], factors.s[one], factors.block.bias)
+            example = slice(k, k + 1)
+            (g,) = whole_gradients(factors.a[example], factors.s[example], factors.block.bias)
             if _differ(g, w, tolerance):
                 wrong.add(layer)
 
@@ -443,7 +444,7 @@ def _each_gradient(
     The backward pass forgets them, so that those of all layers are never there together."""
     parameters = {layer: layer.parameters() for layer in layers}
     gradients: dict[TrackedLayer, dict[str, Tensor]] = {layer: {} for layer in layers}
-    places = {p: (layer, name) for layer, its in parameters.items() for name, p in its.items()}
+    places = {p: (layer, name) for layer, named in parameters.items() for name, p in named.items()}
 
     def arrived(parameter: nn.Parameter) -> None:
         layer, name = places[parameter]
@@ -461,9 +462,9 @@ def _each_gradient(
     finally:
         for handle in handles:
             handle.remove()
-    for layer, some in gradients.items():  # the output does not depend on the others
+    for layer, gradients_of_layer in gradients.items():  # the output does not depend on the others
         zeros = {name: torch.zeros_like(p) for name, p in parameters[layer].items()}
-        use(layer, zeros | some)
+        use(layer, zeros | gradients_of_layer)
 
 
 def _excluded(
@@ -484,7 +485,7 @@ def _excluded(
             count = sum(sizes[name] for name in names)
             moved = [name for name in names if name in trained]
             given = [reasons[k] for k in moved if k in reasons]
-            unknown = f"{type(module).__name__} uses {listed(moved, LISTED)} in a way of its own"
+            unknown = f"{type(module).__name__} uses {listed(moved, LISTED)} in an unknown way"
             reason = next(iter(given), unknown) if moved else FROZEN
             share = sum(sizes[name] for name in moved) / total
             excluded.append(Excluded(path or "(model)", count, share, reason))

@@ -1,4 +1,4 @@
-"""What all methods that look at a model share: each run is laid out, scored and described.
+"""The base of all methods that run a model: each run is laid out, scored and described.
 
 A method defines how it scores one run. Layout, ensembles and the stored description are here, the
 same for all methods.
@@ -85,8 +85,9 @@ class Method(ABC):
             query_weights: one weight for each query, (q,), or k rows of them, (k, q). The scores
                 are then of these k sums of measurements, at the cost of k queries.
             query_rank: keep each query's vector in every layer as factors of this rank, so that
-                more queries share a pass over the data; "auto" takes the largest rank that fits.
-                Scores are then approximate. None keeps whole vectors.
+                more queries share a pass over the data. Scores are then approximate. "auto" keeps
+                whole vectors if they fit, otherwise it takes the largest rank that fits (16 to 64).
+                None keeps whole vectors.
             device: where to compute (default: where the model is).
             dtype: float32, float64, or bfloat16 for the products (sums stay in float32).
             batch_size: examples per pass (default: chosen from memory). No score depends on it.
@@ -113,9 +114,11 @@ class Method(ABC):
         layered = BY_HEAD if by_layer == BY_HEAD else BY_LAYER
         by = layered if by_layer else BY_SEGMENT if by_segment else None
         if by_segment and by_layer:
-            raise InvalidInput("by_segment together with by_layer: ask for one of the two")
+            raise InvalidInput("by_segment and by_layer cannot be combined: ask for one of the two")
         if by_layer and "by_layer" not in self.accepts:
-            raise InvalidInput(f"by_layer: the scores of {self.name} are not sums over layers")
+            raise InvalidInput(
+                f"by_layer: the scores of {self.name} are not sums over layers. Leave it out"
+            )
         if len(study.runs) > 1 and top is not None:
             raise InvalidInput(
                 f"top={top} with {len(study.runs)} runs: the strongest examples of the "

@@ -2,12 +2,13 @@
 
     values[q, m] = -(1/N) ∇f(q)ᵀ (D⁻¹ + H̄/δ)⁻¹ ḡ(m)                D = η̄K P̄
 
-H̄ is the whole Gauss-Newton matrix, ḡ(m) an example's gradient, ∇f(q) the query's: all are means
-over the checkpoints of a stage. With SOURCE's M = D^½ H̄ D^½ it is the response δ/(M + δ): 1, as
-SOURCE's, where training hardly moved, and falling more slowly. A product with H̄ costs a pass over
-the data at every checkpoint, so few are taken: conjugate gradients solve with H̄ + λ, λ = δ D⁻¹,
-preconditioned by coupled EK-FAC, whose answer is their first direction. Through later stages the
-query gradient is carried by SOURCE's survival, exp(-M), with coupled EK-FAC.
+H̄ is the whole Gauss-Newton matrix, ḡ(m) an example's gradient and ∇f(q) the query's; all are means
+over the checkpoints of a stage. With SOURCE's M = D^½ H̄ D^½, the response to a gradient is
+δ/(M + δ). Like SOURCE's, it is 1 where training hardly moved, but it falls more slowly. A product
+with H̄ costs a pass over the data at every checkpoint, so only a few are taken: conjugate gradients
+solve with H̄ + λ, λ = δ D⁻¹. Coupled EK-FAC is the preconditioner, so their first direction is its
+answer. SOURCE's survival exp(-M), with coupled EK-FAC, carries the query gradient back through
+later stages.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class Best(SegmentedMethod):
     every checkpoint, for all queries together.
 
     Args:
-        iterations: of conjugate gradients, at most; a query that has converged takes no more.
+        iterations: maximum number of conjugate gradient steps; a converged query takes no more.
         relative_damping: δ. The response to a gradient is halved where η̄K P̄ times the curvature
             is δ.
-        stage: attribute to this stage's examples only (default: all stages').
+        stage: attribute to this stage's examples only (default: all stages).
         segments, curvature, fisher, query_at, floor, seed: as in `Source`; the curvature is the
             preconditioner's, layer by layer.
     """
@@ -85,7 +86,7 @@ class Best(SegmentedMethod):
     ) -> tuple[Any, Any, dict[str, float]]:
         """Coupled EK-FAC and the solver of the whole matrix, D^½, and c."""
         D = rates.applied
-        # the preconditioner has factors of its own, where D differs within a layer
+        # the preconditioner has its own factors, because D may differ within a layer
         H = self.curvature_of(workspace, term, rates, resident if D.scalar else 2 * resident)
         M = H.whitened(workspace.diagonal(D))
         c = coupling(M)

@@ -58,9 +58,9 @@ class BM25(Similarity):
     Args:
         field: the name of an example's field that has its text, which is cut into words, in lower
             case. Default: the token ids of the batch are the words.
-        k1: how soon repetitions of a word stop to count.
+        k1: how soon repetitions of a word stop counting.
         b: how much longer examples are discounted, from 0 to 1.
-        stage: attribute to this stage's examples only (default: all stages').
+        stage: attribute to this stage's examples only (default: all stages).
     """
 
     _depends_on = OUTPUTS

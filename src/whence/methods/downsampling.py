@@ -64,8 +64,8 @@ class Downsampling:
         subsets, examples = masks.shape
         unknown = unknown_examples(masks)
         values, errors = differences(masks, measured)
-        for which in unknown.values():
-            values[:, which], errors[:, which] = 0.0, np.inf
+        for columns in unknown.values():
+            values[:, columns], errors[:, columns] = 0.0, np.inf
         scores = Scores(
             values,
             method="Downsampling",

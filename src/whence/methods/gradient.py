@@ -107,20 +107,20 @@ class GradientMethod(Method):
         kind = KINDS.get(getattr(self, "curvature", None) or "ekfac")
         whole = [] if kind is None else kind.whole_blocks(tracked.positions)
         columns = tracked.outputs if getattr(self, "fisher", None) == "exact" else 1
-        each = cost.pass_operations(tracked, count, self._factored, whole, columns)
+        operations = cost.pass_operations(tracked, count, self._factored, whole, columns)
         if work.queries is None:  # every example is a query that has to be solved
             solved = cost.pass_operations(tracked, work.examples, self._factored)
-            each |= {kind: solved[kind] for kind in ("sums", "products")}
-        return each
+            operations |= {kind: solved[kind] for kind in ("sums", "products")}
+        return operations
 
     def fitted_numbers(self, work: Workload, passes: Mapping[str, int]) -> int:
         """How many numbers of what is fitted are in memory at once, for the estimate: of the last
         segment while it is fitted, and of the others at their owners."""
         if not passes.get("eigenvalues") and not passes.get("covariances"):
             return 0
-        each = 2 * cost.factor_numbers(work.tracked, bool(passes.get("covariances")))
-        owned, others = -(-each // work.ranks), 0 if self._shared else work.terms - 1
-        total = others * owned + (owned if work.divided else each)
+        per_segment = 2 * cost.factor_numbers(work.tracked, bool(passes.get("covariances")))
+        owned, others = -(-per_segment // work.ranks), 0 if self._shared else work.terms - 1
+        total = others * owned + (owned if work.divided else per_segment)
         return total if work.room is None else min(total, work.room // work.accumulator.itemsize)
 
     def rate_numbers(self, work: Workload) -> int:
@@ -136,7 +136,7 @@ class GradientMethod(Method):
     def counted(self, work: Workload) -> Cost:
         """The counts of all its work."""
         tracked, count, sets = work.tracked, work.asked, 1 if self._shared else work.terms
-        passes, each = self.passes_needed(work), self.operations(work)
+        passes, per_example = self.passes_needed(work), self.operations(work)
         for kind in passes.keys() & {"covariances", "eigenvalues"}:
             passes[kind] *= work.factor_groups
         size, low_rank = work.accumulator.itemsize, None
@@ -146,15 +146,15 @@ class GradientMethod(Method):
         fitted, rates = self.fitted_numbers(work, passes), self.rate_numbers(work)
         handled = dict.fromkeys(passes, cost.handled_numbers(tracked))
         if low_rank is None:
-            whole = self._count_whole_vectors(work, sets, each, handled)
+            whole = self._count_whole_vectors(work, sets, per_example, handled)
             vectors, blocks, groups, together = whole
         else:
-            each["scores"] = factor_operations(work, low_rank)
+            per_example["scores"] = factor_operations(work, low_rank)
             vectors, groups = low_rank.numbers(tracked.blocks, sets), len(low_rank.groups)
             blocks, together = -(-count // low_rank.rows), low_rank.whole
         query_passes = groups * self.query_passes(work)
         examples = {k: work.examples if k in SCORED else work.trained for k in passes}
-        operations = {k: examples[k] * passes[k] * each[k] for k in passes}
+        operations = {k: examples[k] * passes[k] * per_example[k] for k in passes}
         solved = work.queries or work.examples
         operations["queries"] = query_passes * solved * tracked.operations
         sides: list[int] = []
@@ -166,7 +166,9 @@ class GradientMethod(Method):
         if low_rank is None and all(t == 1 for t in tracked.positions.values()):
             # a term's checkpoints meet the queries together
             meet = work.scored - sets if not self._factored else 0
-            operations["scores"] -= work.examples * meet * (each["scores"] - tracked.operations)
+            operations["scores"] -= (
+                work.examples * meet * (per_example["scores"] - tracked.operations)
+            )
             handled["scores"] *= sets / max(1, work.scored)
         touched = {k: examples[k] * passes[k] * handled[k] for k in passes}
         vector = cost.vector_numbers(tracked, self._factored)
@@ -176,7 +178,7 @@ class GradientMethod(Method):
         return Cost(passes, operations, touched, *numbers, sides, low_rank, *turns)
 
     def _count_whole_vectors(
-        self, work: Workload, sets: int, each: dict[str, float], handled: dict[str, float]
+        self, work: Workload, sets: int, per_example: dict[str, float], handled: dict[str, float]
     ) -> tuple[int, int, int, int]:
         """Add what scores take with whole query vectors. Returns how many of their numbers are in
         memory, how many passes over the examples they take, in how many groups layers take
@@ -186,7 +188,7 @@ class GradientMethod(Method):
         largest = max(sum(block.size for block in group) for group in groups)
         at_once = max(1, cost.queries_at_once(largest, size, work.memory, 1))
         blocks = -(-count // at_once) * len(groups)  # each has a pass over the examples
-        each["scores"] += (blocks - 1) * cost.again(tracked)
+        per_example["scores"] += (blocks - 1) * cost.again(tracked)
         handled["scores"] = blocks * handled.get("scores", 0.0)
         handled["scores"] += cost.meeting_numbers(tracked, count, self._factored)
         vector = cost.vector_numbers(tracked, self._factored)
@@ -325,8 +327,8 @@ class GradientMethod(Method):
             rows = np.arange(len(workspace.query))
             queries = workspace.query.some(study.stages[-1], rows)
             ready: dict[int, Any] = {}
-            for which, w, scale in self.vectors(workspace, prepared, queries):
-                ready |= dict.fromkeys(which, readouts(workspace, w, scale, len(examples)))
+            for term_numbers, w, scale in self.vectors(workspace, prepared, queries):
+                ready |= dict.fromkeys(term_numbers, readouts(workspace, w, scale, len(examples)))
             mine = score_tokens(workspace, terms, ready, stage, world.mine(examples))
             return shared_tokens(world, mine, examples)
 

@@ -27,7 +27,7 @@ class GradientCosine(GradientMethod):
     """The cosine of the two gradients at the final model.
 
     Args:
-        stage: attribute to this stage's examples only (default: all stages').
+        stage: attribute to this stage's examples only (default: all stages).
     """
 
     accepts = GradientMethod.accepts - {"query_weights"}

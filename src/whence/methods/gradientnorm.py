@@ -21,7 +21,7 @@ class GradientNorm(Similarity):
     """The length of an example's gradient at the final model.
 
     Args:
-        stage: attribute to this stage's examples only (default: all stages').
+        stage: attribute to this stage's examples only (default: all stages).
     """
 
     def features(

@@ -34,7 +34,7 @@ class Hydra(Unrolling):
     (`every_step=True`), and replays the others.
 
     Args:
-        stage: attribute to this stage's examples only (default: all stages').
+        stage: attribute to this stage's examples only (default: all stages).
     """
 
     _follows = False

@@ -40,8 +40,8 @@ class Influence(GradientMethod):
             C): then it is close to SOURCE with one segment. Default: "source"; for "arnoldi" 1e-8;
             for "datainf" 0.1 × the mean square of the entries of a layer's gradients, as published.
         curvature, fisher: as in `Source`; of "ekfac", and of the preconditioner of "cg".
-        stage: attribute to this stage's examples only (default: all stages').
-        seed: of the pseudo-targets, of Arnoldi's start vector, of the choice of `examples`.
+        stage: attribute to this stage's examples only (default: all stages).
+        seed: seed of the pseudo-targets, of Arnoldi's start vector, of the choice of `examples`.
         solver: "ekfac": H approximated layer by layer, inverted in closed form. "cg": the true
             Gauss-Newton matrix of all tracked layers together, by conjugate gradients. "arnoldi":
             the same matrix, on its leading eigenvectors only (Schioppa et al., 2022). "datainf": a

@@ -29,9 +29,9 @@ class LESS(Similarity):
     """Where an example's update points, next to what the query needs, over the checkpoints.
 
     Args:
-        dimension: of the projection.
-        seed: of the projection.
-        stage: attribute to this stage's examples only (default: all stages').
+        dimension: number of coordinates of the projection.
+        seed: seed of the projection.
+        stage: attribute to this stage's examples only (default: all stages).
     """
 
     def __init__(self, dimension: int = 4096, seed: int = 0, stage: str | None = None) -> None:
@@ -45,7 +45,7 @@ class LESS(Similarity):
             for c in run.checkpoints
             if c.stage == stage
         }
-        return [(c, sum(each) / len(each)) for c, each in rates.items()]
+        return [(c, sum(by_layer) / len(by_layer)) for c, by_layer in rates.items()]
 
     def prepare(self, workspace: Workspace) -> ProjectedSpace:
         return ProjectedSpace.random(workspace, self.dimension, True, self.seed)

@@ -46,7 +46,7 @@ DAMPING = 1e-8  # of the inverse
 
 
 class PublishedSource(Source):
-    """What `Source.published` makes.
+    """The class of `Source.published(...)`.
 
     Args:
         damping: added to the eigenvalues. Default: none for SGD, where F_r needs none, and 1e-8 in

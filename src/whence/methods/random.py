@@ -34,8 +34,8 @@ class Random:
     A draw depends only on (seed, stage, query, example).
 
     Args:
-        seed: of the draws.
-        stage: attribute to this stage's examples only (default: all stages').
+        seed: seed of the draws.
+        stage: attribute to this stage's examples only (default: all stages).
     """
 
     def __init__(self, seed: int = 0, stage: str | None = None) -> None:

@@ -46,7 +46,7 @@ class RepSim(Similarity):
         metric: "cosine" (as in the paper), "dot", or "l2", the negative squared distance.
         layer: the name of the module whose input to compare. Default: `Task.representations` if
             the task defines it, else the input of the last tracked linear layer.
-        stage: attribute to this stage's examples only (default: all stages').
+        stage: attribute to this stage's examples only (default: all stages).
     """
 
     _scope = "model"  # each stage has its own last layer

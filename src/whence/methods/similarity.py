@@ -48,11 +48,11 @@ def gradient_norms(workspace: Workspace, examples: Queries, checkpoint: Weights)
     squares = torch.zeros(len(examples), dtype=workspace.accumulator, device=workspace.device)
     start = 0
     with passes.clock("norms"):
-        for one in passes.backward_passes(
+        for backward in passes.backward_passes(
             examples.data, examples.batches(workspace.batch_size), LOSS, "gradient norms"
         ):
-            rows = slice(start, start + len(one.indices))
-            for factors in one.factors():
+            rows = slice(start, start + len(backward.indices))
+            for factors in backward.factors():
                 squares[rows] += squared_norms(factors.a, factors.s, factors.block.bias)
             start = rows.stop
     return squares.sqrt()
@@ -115,10 +115,10 @@ class Similarity(Method):
             rows, step = None, SELF_BLOCK
             if workspace.query is not None:
                 count, last = len(workspace.query), workspace.study.stages[-1]
-                every, rows = workspace.query.some(last, np.arange(count)), slice(0, count)
+                all_queries, rows = workspace.query.some(last, np.arange(count)), slice(0, count)
                 for _, c in places:
                     if c.sha256 not in queries:
-                        queries[c.sha256] = self.features(prepared, every, c, True)
+                        queries[c.sha256] = self.features(prepared, all_queries, c, True)
                 step = max(workspace.batch_size, SCORES_PER_BLOCK // count)
             step = min(step, max(1, workspace.memory // 32 // self.width(workspace)))
             chunks = workspace.world.mine(workspace.columns(step))

@@ -39,7 +39,7 @@ class Source(SegmentedMethod):
             over the data for each checkpoint.
         fisher: "sampled" (seeded pseudo-targets), "exact" (one backward pass per output) or
             "empirical" (true targets).
-        stage: attribute to this stage's examples only (default: all stages').
+        stage: attribute to this stage's examples only (default: all stages).
         damping: added to the eigenvalues of the curvature.
         weight_decay: "ignore" it, as the paper does, or count it as "curvature".
         coupling: take into account that all layers correct the same error together.
@@ -47,7 +47,7 @@ class Source(SegmentedMethod):
             checkpoints), or at the "final" model.
         floor: for Adam-type optimizers, the smallest value that a root √v̂ counts as, a share of the
             root mean v̂ of its parameter; it keeps P̄ from values that no update ever saw.
-        seed: of the pseudo-targets.
+        seed: seed of the pseudo-targets.
     """
 
     def operator(

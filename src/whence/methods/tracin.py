@@ -20,7 +20,7 @@ class TracIn(GradientMethod):
     """What descending on an example did to the measurement, summed over the checkpoints.
 
     Args:
-        stage: attribute to this stage's examples only (default: all stages').
+        stage: attribute to this stage's examples only (default: all stages).
     """
 
     _factored = True

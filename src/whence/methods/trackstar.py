@@ -45,15 +45,15 @@ class TrackStar(Similarity):
     """The angle between whitened, projected gradients at the final model.
 
     Args:
-        dimension: of the projection.
+        dimension: number of coordinates of the projection.
         mixing: λ, the share of the queries' curvature; 0 takes the training data's only. The paper
             chooses it for each task.
         damping: added to R, in units of its mean eigenvalue.
         unit_norm: compare directions only. False takes inner products.
         second_moments: divide gradients by the roots of Adam's second moments (1 for SGD).
         whiten: multiply by R^-½. False leaves R out.
-        seed: of the projection.
-        stage: attribute to this stage's examples only (default: all stages').
+        seed: seed of the projection.
+        stage: attribute to this stage's examples only (default: all stages).
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class TrackStar(Similarity):
                 "queries: use mixing=0"
             )
         if self.mixing and workspace.query is not None:
-            every = np.arange(len(workspace.query))
-            parts[True] = [workspace.query.some(workspace.study.stages[-1], every)]
+            all_rows = np.arange(len(workspace.query))
+            parts[True] = [workspace.query.some(workspace.study.stages[-1], all_rows)]
         R = torch.zeros(self.dimension, self.dimension, dtype=torch.float64)
         R = R.to(workspace.device)
         with workspace.clock("curvature"):

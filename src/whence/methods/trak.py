@@ -49,10 +49,10 @@ class Trak(GradientMethod):
     """TRAK with any number of runs; the paper's ensembles are of runs on half the data.
 
     Args:
-        dimension: of the projection. A larger one is closer to the gradients themselves, until
-            ΦᵀΦ becomes ill-conditioned; at most the number of training examples.
-        seed: of the projection; every run has its own.
-        stage: attribute to this stage's examples only (default: all stages').
+        dimension: number of coordinates of the projection. More are closer to the gradients
+            themselves, until ΦᵀΦ becomes ill-conditioned; at most the number of training examples.
+        seed: seed of the projection; every run has its own.
+        stage: attribute to this stage's examples only (default: all stages).
         joint: whether to use one projection for all layers. False uses one per layer: ΦᵀΦ is then
             block-diagonal, and layers share the dimension equally.
         damping: λ in (ΦᵀΦ + NλI)⁻¹. 0 as published.

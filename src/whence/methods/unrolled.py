@@ -46,21 +46,21 @@ class Unrolled(Unrolling):
 
     Needs a run that has recorded its batches (`recorder.step(indices)`); weights are replayed, in
     training mode if the model has batch norm, or dropout in a run of `Recipe.run`.
-    `whence.evaluate.metasmoothness` tells beforehand whether the derivative says something.
+    `whence.evaluate.metasmoothness` measures beforehand whether the derivative predicts anything.
 
     Args:
         curvature: "hessian", or "gauss-newton" in its place, which has no negative directions along
             which the derivative could grow.
         expected: credit every example at every update, by 1/N, not only where it was drawn.
-        curvature_batch: with `expected`, examples that give each update its curvature, drawn anew
-            (default: 512, or all).
-        credit_every: with `expected`, updates in a stretch. A stretch credits every example at the
-            weights in its middle, by a pass over the data (default: a 32nd of the stage).
-        stage: attribute to this stage's examples only (default: all stages').
+        curvature_batch: with `expected`, the number of examples for the curvature of each update,
+            drawn anew (default: 512, or all).
+        credit_every: with `expected`, updates per interval (default: a 32nd of the stage). A pass
+            over the data credits every example at the weights in the middle of each interval.
+        stage: attribute to this stage's examples only (default: all stages).
         damping: added to the eigenvalues of the curvature.
         query_at: take the query gradient at the "final" model, or along the "run" (the mean over
             the last stage's checkpoints).
-        seed: of the curvature's batches.
+        seed: seed of the curvature's batches.
     """
 
     def __init__(

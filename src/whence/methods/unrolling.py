@@ -206,10 +206,10 @@ class Unrolling(Method):
         numbers = (2 * replay.slots + 10) * replay.numbers + cost.per_example_numbers(
             workspace.tracked
         )
-        each = numbers * replay.dtype.itemsize
+        per_query = numbers * replay.dtype.itemsize
         if query is not None:
-            each += 8 * (segments + 1) * sum(map(len, everyone.values()))
-        at_once = int(max(1, workspace.memory // 2 // each))
+            per_query += 8 * (segments + 1) * sum(map(len, everyone.values()))
+        at_once = int(max(1, workspace.memory // 2 // per_query))
         queries = sum(map(len, everyone.values())) if query is None else len(query)
         at_once = min(at_once, -(-queries // workspace.world.size))
         if query is not None:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-11}  # of f, relative to its largest value
-MOST = 2**12  # terms; functions that take more are not computed here
-NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 26}  # in a group's vectors
+MAX_TERMS = 2**12  # terms; functions that take more are not computed here
+GROUP_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 26}  # in a group's vectors
 
 Function = Callable[[Tensor], Tensor]
 
@@ -72,21 +72,23 @@ class RowMatrices:
         powers = torch.where(bounds > 0, bounds.log2().ceil(), least).maximum(least)
         answers = [torch.empty_like(right) for _ in functions]
         for power in sorted(set(powers.tolist())):
-            each = [series(f, 2.0**power, tolerance) for f in functions]
-            if any(c is None for c in each):
+            coefficients = [series(f, 2.0**power, tolerance) for f in functions]
+            if any(c is None for c in coefficients):
                 return None
             rows = (powers == power).nonzero()[:, 0].to(right.device)
-            numbers = NUMBERS.get(right.device.type, NUMBERS["cuda"])
-            for some in rows.split(max(1, numbers // (len(right) * right.shape[2]))):
-                terms = self.polynomials(some, 2.0**power, right[:, some])
-                for answer, total in zip(answers, _sums(each, terms), strict=True):
-                    answer[:, some] = total
+            numbers = GROUP_NUMBERS.get(right.device.type, GROUP_NUMBERS["cuda"])
+            for group in rows.split(max(1, numbers // (len(right) * right.shape[2]))):
+                terms = self.polynomials(group, 2.0**power, right[:, group])
+                for answer, total in zip(answers, _sums(coefficients, terms), strict=True):
+                    answer[:, group] = total
         return answers
 
 
-def _sums(each: Sequence[list[float] | None], terms: Iterator[Tensor]) -> list[Tensor]:
+def _sums(
+    series_of_functions: Sequence[list[float] | None], terms: Iterator[Tensor]
+) -> list[Tensor]:
     """Σ_j c_j T_j of each series."""
-    coefficients = [c for c in each if c is not None]
+    coefficients = [c for c in series_of_functions if c is not None]
     first = next(terms)
     totals = [first * c[0] for c in coefficients]
     for j in range(1, max(map(len, coefficients))):
@@ -99,9 +101,9 @@ def _sums(each: Sequence[list[float] | None], terms: Iterator[Tensor]) -> list[T
 
 def series(function: Function, bound: float, tolerance: float) -> list[float] | None:
     """Chebyshev coefficients of f on [0, bound], as many as the tolerance needs; None if these are
-    more than `MOST`. f must not vary faster than exp(-x)."""
+    more than `MAX_TERMS`. f must not vary faster than exp(-x)."""
     count = 16 * 2 ** max(0, math.ceil(math.log2(bound) / 2) - 2)  # points closer than 1 near 0
-    while count <= 2 * MOST:
+    while count <= 2 * MAX_TERMS:
         angles = torch.arange(count, dtype=torch.float64).add(0.5) * (math.pi / count)
         values = function(bound * (angles.cos() + 1) / 2)
         spectrum = torch.fft.rfft(torch.cat([values, values.flip(0)]))[:count]

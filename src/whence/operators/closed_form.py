@@ -1,4 +1,4 @@
-"""D^½ H D^½ of one block in closed form: EK-FAC's two steps once more.
+"""D^½ H D^½ of one block in closed form: EK-FAC's two steps, repeated.
 
 H = Q Λ Qᵀ with Q = Q_S ⊗ Q_A has the sides S = Q_S diag(Λ1) Q_Sᵀ and A = Q_A diag(1ᵀΛ) Q_Aᵀ, its
 partial traces. With R = D^½ as a matrix (o, width),
@@ -24,8 +24,8 @@ from torch import Tensor
 from whence.operators.operator import Basis
 from whence.operators.products import leading
 
-TERMS = 4  # of R ...
-EXACT = 16  # ... but all of them, if these are no more
+ROOT_TERMS = 4  # of R ...
+EXACT_TERMS = 16  # ... but all of them, if these are no more
 
 
 def whitened_block(Λ: Tensor, basis: Basis | None, R: Tensor) -> tuple[Tensor, Basis | None]:
@@ -54,7 +54,7 @@ def whitened_block(Λ: Tensor, basis: Basis | None, R: Tensor) -> tuple[Tensor, 
 def terms(R: Tensor) -> tuple[Tensor, Tensor]:
     """u (k, o) and w (k, width) with R ≈ Σ_k u_k w_kᵀ."""
     most = min(R.shape)
-    (left,), (right,) = leading(R[None], most if most <= EXACT else TERMS)
+    (left,), (right,) = leading(R[None], most if most <= EXACT_TERMS else ROOT_TERMS)
     return left, right
 
 

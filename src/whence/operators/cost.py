@@ -306,7 +306,8 @@ def table(tracked: Tracked, examples: int, title: str) -> Table:
         t = tracked.positions[b.name]
         cells = (covariance(b, t), squares(b, t), forward_backward(b, t))
         shape = f"{b.o} × {b.i}{'+1' if b.bias else ''}"
-        costs = (f"{examples * c / 1e9:,.1f}" for c in cells)
+        billions = (examples * c / 1e9 for c in cells)
+        costs = (f"{x:,.0f}" if x >= 100 else f"{x:.2g}" for x in billions)
         rows.append((b.name, shape, t, f"{b.size:,}", *costs))
     heads = ["layer", "o × i", "t", "parameters"]
     heads += ["GFLOP: covariances", "eigenvalues", "forward, backward"]

@@ -20,7 +20,7 @@ from whence.operators.operator import BlockVectors, Inverse
 from whence.operators.products import Readout, add_weighted, squared_norms
 from whence.operators.statistics import FitData
 
-SHARE = 0.1  # λ_l as published, of the mean square of a gradient's entries
+DAMPING_SHARE = 0.1  # λ_l as published, of the mean square of a gradient's entries
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class DataInf:
             for factors in self._gradients("gradient norms"):
                 norms = squared_norms(factors.a, factors.s, factors.block.bias)
                 mean = float(norms.sum(dtype=torch.float64)) / self.examples
-                sums[factors.block.name] += SHARE * mean / factors.block.size
+                sums[factors.block.name] += DAMPING_SHARE * mean / factors.block.size
         return {name: float(x) for name, x in self.data[0].world.total(sums).items()}
 
     def _gradients(self, label: str | None = None) -> Iterator[LayerFactors]:
         """Every layer's training gradients, batch by batch."""
         for part in self.data:
             part.passes.load(self.checkpoint)
-            for one in part.backward_passes(Signal("loss"), self.batch_size, label):
-                yield from one.factors()
+            for backward in part.backward_passes(Signal("loss"), self.batch_size, label):
+                yield from backward.factors()

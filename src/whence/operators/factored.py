@@ -99,9 +99,9 @@ class OffloadedFactors(Mapping[str, EigenFactors]):
         """With a function of these blocks in their place, computed where a block is kept."""
         parts: dict[str, dict[str, Tensor]] = {}
         for name in names:
-            block, kept = self[name], self._parts[name]
-            new = function(name, block).named(name) if kept else {}
-            parts[name] = {key: x.to(next(iter(kept.values())).device) for key, x in new.items()}
+            block, tensors = self[name], self._parts[name]
+            new = function(name, block).named(name) if tensors else {}
+            parts[name] = {key: x.to(next(iter(tensors.values())).device) for key, x in new.items()}
         return OffloadedFactors(parts, self._bring)
 
 
@@ -290,7 +290,7 @@ class Factored(Operator[BlockVectors]):
         return Whitened(self, root, {})
 
     def whitened_in_closed_form(self, diagonal: BlockDiagonal) -> Self:
-        """D^½ H D^½ approximately: in eigenbases and with eigenvalues of its own."""
+        """D^½ H D^½ approximately: in its own eigenbases, with its own eigenvalues."""
         names = [name for name in self.names if name in diagonal]
         if diagonal.scalar:  # exactly
             return self.restricted(names).scaled({n: float(diagonal[n]) for n in names})

@@ -86,8 +86,8 @@ class Fitter:
         self.signal = Signal("loss" if self.fisher == "empirical" else self.fisher, self.seed)
         self.examples = sum(len(part.indices) for part in self.data)  # N
         tracked = [part.passes.tracked for part in self.data]
-        self.blocks = list({b.name: b for each in tracked for b in each.blocks}.values())
-        self.positions = {name: t for each in tracked for name, t in each.positions.items()}
+        self.blocks = list({b.name: b for layers in tracked for b in layers.blocks}.values())
+        self.positions = {name: t for layers in tracked for name, t in layers.positions.items()}
 
     def fit(
         self, kind: type[Factored], checkpoints: Sequence[Weights], diagonal: bool

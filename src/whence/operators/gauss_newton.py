@@ -181,15 +181,15 @@ class GaussNewton(Operator[BlockVectors]):
             for name, value in v.items()
         }
         like = next(iter(v.values()))
-        for one in part.backward_passes(Signal("exact"), self.batch_size):
-            layers = [factors for factors in one.factors() if factors.block.name in v]
-            inner = like.new_zeros(len(like), len(one.indices))
+        for backward in part.backward_passes(Signal("exact"), self.batch_size):
+            layers = [factors for factors in backward.factors() if factors.block.name in v]
+            inner = like.new_zeros(len(like), len(backward.indices))
             for factors in layers:
                 readouts[factors.block.name].add_inner(inner, factors.a, factors.s)  # gᵀv
             for factors in layers:
                 name = factors.block.name
                 add_weighted(totals[name], inner, factors.a, factors.s, bias[name])  # g (gᵀv)
-            bar.update(one.last)
+            bar.update(backward.last)
 
     def _add_along(
         self, part: FitData, v: dict[str, Tensor], totals: dict[str, Tensor], bar: Any
@@ -199,10 +199,10 @@ class GaussNewton(Operator[BlockVectors]):
         for model in self._linearised(part, part.batches(self.batch_size)):
             numbers = len(model.outputs) * cost.per_example_numbers(passes.tracked)
             for rows in cut(queries, max(1, room // passes.dtype.itemsize // numbers)):  # that fit
-                here = slice(int(rows[0]), int(rows[-1]) + 1)
-                tangent = model.forward({name: value[here] for name, value in v.items()})
+                block = slice(int(rows[0]), int(rows[-1]) + 1)
+                tangent = model.forward({name: value[block] for name, value in v.items()})
                 for name, a, s in model.backward(model.bend(tangent)):
-                    _add_summed(totals[name][here], a, s)
+                    _add_summed(totals[name][block], a, s)
             bar.update()
 
     def _linearised(self, part: FitData, batches: list[NDArray[np.int64]]) -> Iterator[Linearised]:
@@ -236,15 +236,15 @@ class GaussNewton(Operator[BlockVectors]):
             shift = self.space.diagonal(damping, w)
             steps, residuals = [], []
             for rows in cut(len(w), self.queries):
-                here = slice(int(rows[0]), int(rows[-1]) + 1)
+                block = slice(int(rows[0]), int(rows[-1]) + 1)
                 solution = conjugate_gradients(
                     lambda x: self.flat_product(x).addcmul_(shift, x),
                     precondition,
-                    w[here],
+                    w[block],
                     self.iterations,
                     self.relative_residual,
                 )
-                w[here] = solution.x
+                w[block] = solution.x
                 steps.append(solution.steps)
                 residuals.append(solution.residuals)
             left = torch.cat(residuals)
@@ -294,8 +294,8 @@ class GaussNewton(Operator[BlockVectors]):
         }
         for part, checkpoint in product(self.data, self.checkpoints):
             part.passes.load(checkpoint)
-            for one in part.backward_passes(Signal("exact"), self.batch_size):
-                for factors in one.factors():
+            for backward in part.backward_passes(Signal("exact"), self.batch_size):
+                for factors in backward.factors():
                     block, a, s = factors.block, factors.a, factors.s
                     if block.name in totals:
                         add_squares(totals[block.name], a, s, None, block.bias)
@@ -351,8 +351,8 @@ class GaussNewton(Operator[BlockVectors]):
         """Look for the example at fault."""
         for part, checkpoint in product(self.data, self.checkpoints):
             part.passes.load(checkpoint)
-            for one in part.backward_passes(Signal("loss"), self.batch_size):
-                for _ in one.layers:  # raises where a gradient is not finite
+            for backward in part.backward_passes(Signal("loss"), self.batch_size):
+                for _ in backward.layers:  # raises where a gradient is not finite
                     pass
         self.data[0].world.wait()  # another rank may have the example
         raise NotFinite(
@@ -403,8 +403,8 @@ class Linearised:
         for (layer, call), g in zip(self._calls, gradients, strict=True):
             parts = call.kind.gradients(call.module, g.reshape(-1, *call.shape[1:]))
             slopes += [(call.kind, block.slopes_in(parts)) for block in layer.blocks]
-        each = zip(self._blocks, self._inputs, slopes, strict=True)
-        return [sides(kind, x, s, block.o) for block, x, (kind, s) in each]
+        calls = zip(self._blocks, self._inputs, slopes, strict=True)
+        return [sides(kind, x, s, block.o) for block, x, (kind, s) in calls]
 
     def forward(self, v: Mapping[str, Tensor]) -> Tensor:
         """J v for matrices (q, o, width): (q, n, ...)."""
@@ -452,7 +452,7 @@ def _each(derivative: Callable[..., Any], *vectors: Tensor) -> Any:
 
 
 def _one_by_one(derivative: Callable[..., Any], *vectors: Tensor) -> Any:
-    answers = [derivative(*each) for each in zip(*vectors, strict=True)]
+    answers = [derivative(*vector) for vector in zip(*vectors, strict=True)]
     if isinstance(answers[0], Tensor):
         return torch.stack(answers)
     return [torch.stack(parts) for parts in zip(*answers, strict=True)]
@@ -477,8 +477,8 @@ def _applied(v: Tensor, a: Tensor, s: Outputs) -> Tensor:
 def _add_summed(total: Tensor, a: Tensor, s: Outputs) -> None:
     """total (q, o, width) += Σ_{n,t} s aᵀ for a (n, t, i) and s (q n, t, o)."""
     if isinstance(s, Rows):
-        for each, rows in zip(total, a.reshape(len(total), -1, a.shape[2]), strict=True):
-            add_rows(each, s.ids.flatten(), rows)
+        for matrix, rows in zip(total, a.reshape(len(total), -1, a.shape[2]), strict=True):
+            add_rows(matrix, s.ids.flatten(), rows)
         return
     i, s = a.shape[2], s.reshape(len(total), -1, s.shape[2])
     total[..., :i] += s.mT @ a.reshape(-1, i)

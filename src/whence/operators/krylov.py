@@ -103,7 +103,7 @@ def matrix_functions(
 
 
 class _Expansion:
-    """Q f(T) e₁ of each function and row: the rows' Krylov spaces, each with a T of its own.
+    """Q f(T) e₁ of each function and row: the rows' Krylov spaces, each with its own T.
 
     Attributes:
         start: the first vector of each space, (q, p), of norm 1 or 0.
@@ -301,14 +301,14 @@ def leading_directions(
         tolerance: the residual with which an eigenvector counts as found, a share of its
             eigenvalue.
     """
-    lanczos, found = Lanczos(start, steps), 0
+    lanczos, converged = Lanczos(start, steps), 0
     while not lanczos.finished:
         lanczos.step(product)
         if lanczos.done % CHECK_EVERY == 0 or lanczos.finished:
             values, _, residuals = lanczos.in_basis()
             missing = residuals > tolerance * values
-            found = int((missing.cumsum(0) == 0).sum())
-            if found < len(values) and float(values[found]) <= enough:
+            converged = int((missing.cumsum(0) == 0).sum())
+            if converged < len(values) and float(values[converged]) <= enough:
                 break
-    values, vectors, _ = lanczos.leading(found)
+    values, vectors, _ = lanczos.leading(converged)
     return values, vectors

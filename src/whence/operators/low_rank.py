@@ -23,7 +23,7 @@ from whence.persist.cache import FactorCache
 from whence.persist.identity import key_of
 from whence.progress import progress_bar
 
-ROUGH = 0.1  # ‖H u - σ u‖ / σ above which an eigenvector is only roughly known
+ROUGH_RESIDUAL = 0.1  # ‖H u - σ u‖ / σ above which an eigenvector is only roughly known
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class LowRank:
             cache.put(key, pairs, settings)
         values, steps = pairs["values"], int(pairs["steps"])
         residuals = pairs["residuals"] / values
-        rough = int((residuals > ROUGH).sum())
+        rough = int((residuals > ROUGH_RESIDUAL).sum())
         if rough:
             warn(
                 f"{rough} of the {len(values)} leading eigenvectors are only roughly known after "

@@ -238,8 +238,8 @@ def add_weighted(total: Tensor, weights: Tensor, a: Tensor, s: Outputs, bias: bo
     """total (q, o, width) += Σ_n weights[q, n] G_n, G_n the whole gradient of example n."""
     if isinstance(s, Rows):
         looked_up, a = s.split(a)
-        for each, row in zip(total, weights.to(a.dtype), strict=True):
-            add_rows(each, s.ids.flatten(), (row[:, None, None] * looked_up).flatten(0, 1))
+        for matrix, row in zip(total, weights.to(a.dtype), strict=True):
+            add_rows(matrix, s.ids.flatten(), (row[:, None, None] * looked_up).flatten(0, 1))
         if s.dense is None:
             return
         s = s.dense
@@ -413,8 +413,8 @@ class Readout:
         """⟨W_n, G_n⟩, these rows of W each with one example: (n,)."""
         a, s = self._rotated(a, s)
         if isinstance(s, Rows):
-            each = zip(self.weight[rows], range(len(a)), strict=True)
-            sums = [(s[k : k + 1].lookup(table) * a[k]).sum() for table, k in each]
+            tables = zip(self.weight[rows], range(len(a)), strict=True)
+            sums = [(s[k : k + 1].lookup(table) * a[k]).sum() for table, k in tables]
             return torch.stack(sums)
         value = (s * (a @ self.weight[rows].mT)).sum((1, 2))
         if self.column is not None:
@@ -472,8 +472,8 @@ class FactoredReadout:
         elif isinstance(s, Rows) or by_position < expanded:
             step = max(1, LARGE.get(a.device.type, LARGE["cuda"]) // (n * t * self.rank))
             for start in range(0, q, step):
-                some = self._queries(start, start + step).by_position(a, s)
-                total[start : start + step] += some.sum(2, dtype=total.dtype)
+                contributions = self._queries(start, start + step).by_position(a, s)
+                total[start : start + step] += contributions.sum(2, dtype=total.dtype)
         else:
             self._add_expanded(total, a, s)
 

@@ -76,8 +76,8 @@ class Decomposed(Operator[ProjectedVectors]):
             if f is None:
                 results.append(None)
                 continue
-            each = [u * f(x) @ V.T for u, (x, V, _) in zip(inside, parts, strict=True)]
-            results.append(ProjectedVectors(torch.cat(each, 1)))
+            answers = [u * f(x) @ V.T for u, (x, V, _) in zip(inside, parts, strict=True)]
+            results.append(ProjectedVectors(torch.cat(answers, 1)))
         return results
 
     def inverse(self, damping: float | Tensor) -> Inverse[ProjectedVectors]:
@@ -205,8 +205,8 @@ class Projected(Operator[ProjectedVectors]):
 
         def solve(v: ProjectedVectors) -> ProjectedVectors:
             parts = zip(factors, self.columns, strict=True)
-            each = [torch.cholesky_solve(v.values[:, w].to(L).T, L).T for L, w in parts]
-            return ProjectedVectors(torch.cat(each, 1))
+            solutions = [torch.cholesky_solve(v.values[:, w].to(L).T, L).T for L, w in parts]
+            return ProjectedVectors(torch.cat(solutions, 1))
 
         return Inverse(solve)
 

@@ -180,15 +180,15 @@ class LayerStatistic(Statistic):
             yield from self._add_together(self.owners, totals, part, passes, len(batches))
             return
         done = 0
-        for one in passes:
-            for factors in self._factors(one):
-                self.add_layer(totals, factors, one.first)
-            done += one.last
-            yield done if one.last else None
+        for backward in passes:
+            for factors in self._factors(backward):
+                self.add_layer(totals, factors, backward.first)
+            done += backward.last
+            yield done if backward.last else None
 
-    def _factors(self, one: BackwardPass) -> Iterator[LayerFactors]:
+    def _factors(self, backward: BackwardPass) -> Iterator[LayerFactors]:
         names = {b.name for b in self.blocks}
-        return (factors for factors in one.factors() if factors.block.name in names)
+        return (factors for factors in backward.factors() if factors.block.name in names)
 
     def _add_together(
         self,
@@ -204,19 +204,19 @@ class LayerStatistic(Statistic):
         for done in range(1, max(world.values(batches)) + 1):
             left = done <= batches  # whether this rank has a pass of the batch to make
             while world.either(left):
-                one, failure = None, None
+                backward, failure = None, None
                 factors: Iterator[LayerFactors] = iter(())
                 for block in blocks:
                     flat, sums = self._empty(block)
                     ready = self.at(block)
                     try:
-                        if left and one is None:
-                            one = next(passes)
-                            factors = self._factors(one)
-                        if one is not None:
-                            ready.add_layer(sums, next(factors), one.first)
+                        if left and backward is None:
+                            backward = next(passes)
+                            factors = self._factors(backward)
+                        if backward is not None:
+                            ready.add_layer(sums, next(factors), backward.first)
                     except Exception as error:  # raised when the other ranks can notice
-                        left, one, failure = False, None, failure or error
+                        left, backward, failure = False, None, failure or error
                     added = world.add_at(owners.ranks[block.name], flat)
                     if owners.mine(block):
                         for name, value in self._named(block, added).items():
@@ -225,7 +225,7 @@ class LayerStatistic(Statistic):
                     raise failure
                 for _ in factors:  # which checks that all were finite
                     pass
-                left = one is not None and not one.last
+                left = backward is not None and not backward.last
             yield done
 
     def _empty(self, block: ParameterBlock) -> tuple[Tensor, Tensors]:

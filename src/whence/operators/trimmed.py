@@ -58,12 +58,12 @@ class Trimmed:
         reach = ((eigenvalues[:, columns] > negligible) * places).amax(1)  # the last that counts
         rows = reach.argsort(descending=True, stable=True)[: int((reach > 0).sum())]
         sizes, stairs, start = reach[rows].tolist(), [], 0
-        for some in rows.tensor_split(STAIRS):
-            if len(some):
+        for indices in rows.tensor_split(STAIRS):
+            if len(indices):
                 met = columns[: sizes[start]]
-                here = slice(start, start + len(some))
-                stairs.append(Stair(here, other[:, met], eigenvalues[some][:, met]))
-                start = here.stop
+                stair = slice(start, start + len(indices))
+                stairs.append(Stair(stair, other[:, met], eigenvalues[indices][:, met]))
+                start = stair.stop
         return cls(first[:, rows], stairs, turned)
 
     @property

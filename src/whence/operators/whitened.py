@@ -3,7 +3,7 @@
 H and the diagonals share no eigenbasis, so there is no closed form: functions are computed by
 Lanczos iterations, inverses by conjugate gradients, each with a few dozen products with H. Blocks
 that H does not tie together are solved one after another; rows of a table, that it does not tie
-together either, by Chebyshev series of their own (`chebyshev.py`).
+together either, by one Chebyshev series each (`chebyshev.py`).
 """
 
 from __future__ import annotations
@@ -120,11 +120,11 @@ class Whitened(Operator[BlockVectors]):
             leading = self._leading(product, right, tolerance)
             along = right @ leading.vectors.mT  # (q, r)
             for rows in cut(len(right), self._rows(right)):
-                here = slice(int(rows[0]), int(rows[-1]) + 1)
-                solution = self._lanczos(leading, product, functions, right[here], tolerance)
+                block = slice(int(rows[0]), int(rows[-1]) + 1)
+                solution = self._lanczos(leading, product, functions, right[block], tolerance)
                 self._note(names, solution, tolerance)
-                answers[:, here] = solution.x
-                leading.add(answers[:, here], functions, along[here])
+                answers[:, block] = solution.x
+                leading.add(answers[:, block], functions, along[block])
         return list(answers)
 
     def _trimmed(self, names: Sequence[str], right: Tensor, tolerance: float) -> Blockwise:
@@ -175,12 +175,12 @@ class Whitened(Operator[BlockVectors]):
     ) -> list[Tensor] | None:
         """The same for a block whose rows have a matrix each; None for all others, and where a
         series would have too many terms."""
-        its = self.H.rows_of(name)
-        if its is None:
+        row_factors = self.H.rows_of(name)
+        if row_factors is None:
             return None
         root, shift = (_full(x.get(name, 0.0), shape, right)[0] for x in (self.root, self.shift))
         with products_as("highest"):
-            matrices = RowMatrices(its[0], its[1], root, shift)
+            matrices = RowMatrices(row_factors[0], row_factors[1], root, shift)
             answers = matrices.functions(functions, right.view(-1, *shape))
         return None if answers is None else [answer.flatten(1) for answer in answers]
 
@@ -286,10 +286,10 @@ class Whitened(Operator[BlockVectors]):
         return shift if curvature is None else root.square() * curvature + shift
 
     def diagonal(self) -> Mapping[str, Tensor]:
-        every = self.H.diagonal()
+        diagonals = self.H.diagonal()
 
         def of(name: str) -> Tensor:
-            return self.root[name] ** 2 * every[name] + self.shift.get(name, 0.0)
+            return self.root[name] ** 2 * diagonals[name] + self.shift.get(name, 0.0)
 
         return ByBlock(list(self.root), of)
 

@@ -198,7 +198,7 @@ class CheckedArray(np.memmap):
     """A mapped array of which each block is checked when it is first read.
 
     An index checks what it selects. Arithmetic, `copy`, `astype` and views check all of it. NumPy
-    lets nobody notice `np.array`, `np.asarray`, `tolist` and `tobytes`: write `values[...]` there.
+    has no hook for `np.array`, `np.asarray`, `tolist` and `tobytes`: write `values[...]` there.
     """
 
     _blocks: _Blocks | None = None
@@ -307,7 +307,7 @@ def serialize(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write tensors and what is to be known about them, as JSON, with a checksum."""
+    """Write tensors and their metadata, as JSON, with a checksum."""
     separate = independent(tensors)
     plain = json.loads(json.dumps(about, default=str))
     text = json.dumps({**plain, CHECKSUM: _tensors_checksum(separate, plain)})
@@ -360,7 +360,7 @@ def save_in_turn(
 
 
 def _tensors_checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
-    """A digest of the tensors, with names, dtypes and shapes, and of what is known about them."""
+    """A digest of the tensors, with names, dtypes and shapes, and of their metadata."""
     forms = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
     return _checksum(forms, about, tensors_sha256(tensors))
 
@@ -397,7 +397,7 @@ def load_tensors(
     Args:
         remedy: what to do if the file is damaged.
         checksum_required: refuse a file without a checksum. Some kinds of files did not have one
-            in earlier versions, and kept what is to be known in separate metadata entries.
+            in earlier versions, and kept their metadata in separate entries.
 
     Raises:
         DamagedFile: the file is truncated or altered.

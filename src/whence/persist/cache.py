@@ -55,10 +55,10 @@ class FactorCache:
     def put(self, key: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
         self._save_losses()
         if self.folder is None:
-            here = {name: t.detach().contiguous() for name, t in tensors.items()}
-            if not self._fits_on_gpu(here.values()):
-                here = {name: t.cpu() for name, t in here.items()}
-            self._memory[key] = here
+            on_cpu = {name: t.detach().contiguous() for name, t in tensors.items()}
+            if not self._fits_on_gpu(on_cpu.values()):
+                on_cpu = {name: t.cpu() for name, t in on_cpu.items()}
+            self._memory[key] = on_cpu
             return
         self._save(self._path(key), tensors, {"settings": settings})
         self._partial(key).unlink(missing_ok=True)

@@ -134,8 +134,8 @@ def _digest_content(value: Any, known: dict[int, tuple[Any, str]]) -> str:
         except TypeError:  # keys of several types
             keys = sorted(value, key=repr)
         names = [key if type(key) is str else _digest(key, known) for key in keys]
-        each = zip(names, keys, strict=True)
-        return sha256_of(*(f"{name}={_digest(value[key], known)}" for name, key in each))
+        pairs = zip(names, keys, strict=True)
+        return sha256_of(*(f"{name}={_digest(value[key], known)}" for name, key in pairs))
     if isinstance(value, (set, frozenset)):
         return sha256_of("set", *sorted(_digest(item, known) for item in value))
     parts = value if isinstance(value, (tuple, list)) else _parts(value)
@@ -216,7 +216,7 @@ def class_sha256(*classes: type) -> str:
 def model_sha256(model: nn.Module) -> str:
     """The digest of the code of a model's modules, also of methods replaced in one of them."""
     modules = list(model.modules())
-    own = {id(module) for module in modules}
+    module_ids = {id(module) for module in modules}
     replaced = [
         [name, value]
         for module in modules
@@ -225,17 +225,17 @@ def model_sha256(model: nn.Module) -> str:
     ]
     # Hooks, and functions inside lists, dicts and objects that modules hold. What a hook captures
     # is no setting, but what it keeps of the forward passes.
-    visited, others = set(own), []
+    visited, others = set(module_ids), []
     for module in modules:
         for name, value in sorted(vars(module).items()):
             code = [] if name in STATE else _code_inside(value, visited)
             if name.endswith("_hooks"):
-                code = [getattr(each, "__code__", each) for each in code]
-            others += [[name, each] for each in code]
+                code = [getattr(function, "__code__", function) for function in code]
+            others += [[name, function] for function in code]
     return sha256_of(
         class_sha256(*{type(m) for m in modules}),
-        setting_sha256(replaced, set(own)),
-        *([setting_sha256(others, set(own))] if others else []),
+        setting_sha256(replaced, set(module_ids)),
+        *([setting_sha256(others, set(module_ids))] if others else []),
     )
 
 

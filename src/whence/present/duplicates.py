@@ -66,15 +66,15 @@ def leaders(sketches: Sequence[Sketch | None]) -> NDArray[np.int64]:
     """
     leading = np.arange(len(sketches))
     together: dict[Hashable, list[int]] = {}
-    for place, one in enumerate(sketches):
-        if one is not None:
-            together.setdefault(one.comparable, []).append(place)
+    for place, sketch in enumerate(sketches):
+        if sketch is not None:
+            together.setdefault(sketch.comparable, []).append(place)
     for places in together.values():
         if len(places) < 2:
             continue
         first = sketches[places[0]]
         assert first is not None
-        vectors = np.stack([one.vector for p in places if (one := sketches[p]) is not None])
+        vectors = np.stack([sketch.vector for p in places if (sketch := sketches[p]) is not None])
         for earlier, later in _pairs(vectors, SIMILAR[first.kind]):
             a, b = places[earlier], places[later]
             if leading[a] == a and leading[b] == b:

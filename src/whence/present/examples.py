@@ -185,9 +185,9 @@ class Examples:
         if ids is None:
             return None
         texts, before = [], None
-        for token, real in zip(ids.tolist(), mask.tolist(), strict=True):
-            texts.append(self._piece(before, token) if real else "")
-            before = token if real else before
+        for token, exists in zip(ids.tolist(), mask.tolist(), strict=True):
+            texts.append(self._piece(before, token) if exists else "")
+            before = token if exists else before
         return texts
 
     def _piece(self, before: int | None, token: int) -> str:

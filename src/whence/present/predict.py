@@ -43,13 +43,13 @@ def predictions(
     """
     stage = study.stages[-1] if stage is None else stage
     data = Batches("examples", dataset, study.collate)
-    which = np.arange(len(data)) if indices is None else np.asarray(indices, dtype=np.int64)
-    measured = torch.zeros(len(which), dtype=torch.float64)
-    outputs: list[Tensor | None] = [None] * len(which)
-    labels = np.full(len(which), -1)
+    places = np.arange(len(data)) if indices is None else np.asarray(indices, dtype=np.int64)
+    measured = torch.zeros(len(places), dtype=torch.float64)
+    outputs: list[Tensor | None] = [None] * len(places)
+    labels = np.full(len(places), -1)
     for run in study.runs:
         final = [c for c in run.checkpoints if c.stage == stage][-1]
-        for where, batch_measured, rows, given in _evaluate(study, final, stage, data, which):
+        for where, batch_measured, rows, given in _evaluate(study, final, stage, data, places):
             measured[where] += batch_measured / len(study.runs)
             labels[where] = given
             for k, row in zip(where, rows if rows is not None else [], strict=False):
@@ -60,7 +60,7 @@ def predictions(
             "measurement": float(measured[k]),
             "output": _format_output(outputs[k], labels[k]),
         }
-        for k, index in enumerate(which)
+        for k, index in enumerate(places)
     }
 
 
@@ -74,18 +74,18 @@ def curves(
         run at its checkpoints, from the beginning of the last stage.
     """
     stage, run = study.stages[-1], study.runs[0]
-    every = [c for c in [run.initial, *run.checkpoints] if c is not None and c.stage == stage]
-    chosen = np.unique(np.linspace(0, len(every) - 1, CURVE_POINTS).round().astype(int))
-    data, which = Batches("examples", dataset, study.collate), np.asarray(indices, np.int64)
-    measured = np.zeros((len(chosen), len(which)))
+    checkpoints = [c for c in [run.initial, *run.checkpoints] if c is not None and c.stage == stage]
+    chosen = np.unique(np.linspace(0, len(checkpoints) - 1, CURVE_POINTS).round().astype(int))
+    data, places = Batches("examples", dataset, study.collate), np.asarray(indices, np.int64)
+    measured = np.zeros((len(chosen), len(places)))
     for k, at in enumerate(chosen):
-        for where, values, _, _ in _evaluate(study, every[at], stage, data, which):
+        for where, values, _, _ in _evaluate(study, checkpoints[at], stage, data, places):
             measured[k, where] = values
-    return [every[at].step for at in chosen], measured
+    return [checkpoints[at].step for at in chosen], measured
 
 
 def _evaluate(
-    study: Study, checkpoint: Checkpoint, stage: str, data: Batches, which: np.ndarray
+    study: Study, checkpoint: Checkpoint, stage: str, data: Batches, places: np.ndarray
 ) -> Any:
     """(positions in `which`, measurements, outputs (n, c) or None, labels), batch by batch."""
     task, model = study.tasks[stage], study.models[stage]
@@ -94,8 +94,8 @@ def _evaluate(
     loaded = loader(model, study.device, dtype)
     loaded.load(checkpoint)
     with torch.no_grad(), precision_as_asked():
-        for where in cut(len(which), BATCH):
-            batch = place(data.take(which[where]), study.device, dtype)
+        for where in cut(len(places), BATCH):
+            batch = place(data.take(places[where]), study.device, dtype)
             outputs = task.outputs(loaded.model, batch)
             measured = task.measurements(outputs, batch).double().cpu()
             labels = task.labels(batch).cpu().numpy() if isinstance(task, Classification) else -1

@@ -93,8 +93,8 @@ def _numbered(
     """The number of each class (-1 if it has none), and the names: sorted, numbers by size."""
     given = [class_of(place) for place in range(count)]
     if names is None:
-        every = {name for name in given if name is not None}
-        names = sorted(every, key=lambda name: (len(name) if name.isdigit() else 0, name))
+        distinct = {name for name in given if name is not None}
+        names = sorted(distinct, key=lambda name: (len(name) if name.isdigit() else 0, name))
         names = names if len(names) <= MOST_CLASSES else []
     numbers = {name: k for k, name in enumerate(names)}
     return np.array([numbers.get(name or "", -1) for name in given], np.int64), names

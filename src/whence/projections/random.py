@@ -74,13 +74,13 @@ class Random:
             for first in range(0, block.o, step):
                 last = min(first + step, block.o)
                 part = gradients[block.name].rows(first, last).flatten(1).to(self.dtype)
-                here = range(first * block.width, last * block.width)
-                for columns, signs in self._signs(block, here):
-                    some = part[:, columns.start - here.start : columns.stop - here.start]
+                numbers = range(first * block.width, last * block.width)
+                for columns, signs in self._signs(block, numbers):
+                    chosen = part[:, columns.start - numbers.start : columns.stop - numbers.start]
                     if wide == self.dtype:
-                        total.addmm_(some, signs)
+                        total.addmm_(chosen, signs)
                     else:
-                        total += some @ signs
+                        total += chosen @ signs
         return total.div_(self.dimension**0.5)
 
     def lift(self, values: Tensor, blocks: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -118,30 +118,30 @@ class Random:
         words = torch.arange(-(-self.dimension // WORD), device=self.device)
         step = max(1, self._limit // (len(words) * WORD))
         for start in range(parameters.start, parameters.stop, step):
-            here = range(start, min(start + step, parameters.stop))
-            rows = torch.arange(here.start, here.stop, device=self.device).unsqueeze(1)
+            drawn = range(start, min(start + step, parameters.stop))
+            rows = torch.arange(drawn.start, drawn.stop, device=self.device).unsqueeze(1)
             hashes = keys(self.key, name, rows, words, device=self.device)
             signs = signs_of(hashes.view(torch.uint8).view(-1), self.dtype)
-            yield here, signs.view(len(here), -1)[:, : self.dimension]
+            yield drawn, signs.view(len(drawn), -1)[:, : self.dimension]
 
 
-def signs_of(some: Tensor, dtype: torch.dtype) -> Tensor:
+def signs_of(octets: Tensor, dtype: torch.dtype) -> Tensor:
     """The eight signs of every byte, (n, 8), lowest bit first; the next call overwrites them."""
-    return (looked_up if some.device.type == "cpu" else compared)(some, dtype)
+    return (looked_up if octets.device.type == "cpu" else compared)(octets, dtype)
 
 
-def looked_up(some: Tensor, dtype: torch.dtype) -> Tensor:
-    table = byte_signs(some.device, dtype)
-    signs = buffer(table, len(some), 8)
-    return torch.index_select(table, 0, some.to(torch.int32), out=signs)
+def looked_up(octets: Tensor, dtype: torch.dtype) -> Tensor:
+    table = byte_signs(octets.device, dtype)
+    signs = buffer(table, len(octets), 8)
+    return torch.index_select(table, 0, octets.to(torch.int32), out=signs)
 
 
-def compared(some: Tensor, dtype: torch.dtype) -> Tensor:
+def compared(octets: Tensor, dtype: torch.dtype) -> Tensor:
     """For GPUs: a lookup of rows this short would take a block of threads for each."""
-    plus, minus = byte_signs(some.device, dtype)[-1, 0], byte_signs(some.device, dtype)[0, 0]
-    bits = (2 ** torch.arange(8, device=some.device)).to(torch.uint8)
-    signs = buffer(plus, len(some), 8)
-    return torch.where((some.unsqueeze(1) & bits) != 0, plus, minus, out=signs)
+    plus, minus = byte_signs(octets.device, dtype)[-1, 0], byte_signs(octets.device, dtype)[0, 0]
+    bits = (2 ** torch.arange(8, device=octets.device)).to(torch.uint8)
+    signs = buffer(plus, len(octets), 8)
+    return torch.where((octets.unsqueeze(1) & bits) != 0, plus, minus, out=signs)
 
 
 @cache
@@ -163,9 +163,9 @@ def shares(blocks: Sequence[ParameterBlock], dimension: int) -> list[int]:
             "joint=False each gets at least 1 and at most half the number of its parameters, so "
             f"use {len(blocks)} to {sum(most)}"
         )
-    left, each = dimension, [0] * len(blocks)
+    left, dimensions = dimension, [0] * len(blocks)
     smallest_first = sorted(range(len(blocks)), key=lambda k: most[k])
     for place, k in enumerate(smallest_first):
-        each[k] = min(left // (len(blocks) - place), most[k])
-        left -= each[k]
-    return each
+        dimensions[k] = min(left // (len(blocks) - place), most[k])
+        left -= dimensions[k]
+    return dimensions

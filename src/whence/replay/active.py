@@ -125,9 +125,9 @@ class TrainingObjective(Objective):
         count, start, parts = len(vectors[0]), 0, list[Any]()
         while start < count:
             size = min(self.at_once(len(inputs[-1])), count - start) if self._batched else 1
-            some = [vector[start : start + size] for vector in vectors]
+            chunk = [vector[start : start + size] for vector in vectors]
             try:
-                parts.append(_transposed(outputs, inputs, some))
+                parts.append(_transposed(outputs, inputs, chunk))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:  # an operation without a batched form, such as some pooling
@@ -136,7 +136,9 @@ class TrainingObjective(Objective):
                 self._batched = False
                 continue
             start += size
-        return [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
+        return [
+            None if pieces[0] is None else torch.cat(pieces) for pieces in zip(*parts, strict=True)
+        ]
 
     def gauss_newton(
         self, weights: Tensors, directions: Tensors, batch: Any, share: float

@@ -28,9 +28,9 @@ class ExpectedCredits:
     """Draws curvature batches, and credits every example once per stretch.
 
     Args:
-        curvature_batch: examples that give each update its curvature (default 512, or all).
-        credit_every: updates in a stretch (default: a 32nd of the stage).
-        seed: of the draws.
+        curvature_batch: number of examples for each update's curvature (default 512, or all).
+        credit_every: number of updates in a stretch (default: a 32nd of the stage).
+        seed: seed of the draws.
     """
 
     def __init__(

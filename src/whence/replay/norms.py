@@ -28,8 +28,8 @@ def normalise(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A batch norm's output in training mode; the mean of the batch, and its variance (n - 1)."""
     if type(norm).forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
         raise InvalidInput(
-            f"{type(norm).__name__} has a forward of its own, which the replay of a training does "
-            "not follow: use torch's batch norm, or Source"
+            f"{type(norm).__name__} overrides forward, which the replay of a training does not "
+            "support: use torch's batch norm, or Source"
         )
     norm._check_input_dim(x)  # type: ignore[no-untyped-call]
     apply: Any = _Normalise.apply

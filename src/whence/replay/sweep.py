@@ -36,8 +36,8 @@ class ReplayWorkspace(Workspace):
 
     def at_once(self, queries: int) -> int:
         """The number of examples per pass that fits in memory with this many queries."""
-        each = queries * cost.per_example_numbers(self.tracked) * self.replay.dtype.itemsize
-        return min(self.batch_size, max(1, self.memory // 4 // each))
+        per_example = queries * cost.per_example_numbers(self.tracked) * self.replay.dtype.itemsize
+        return min(self.batch_size, max(1, self.memory // 4 // per_example))
 
 
 @dataclass(frozen=True)

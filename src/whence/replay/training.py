@@ -6,7 +6,7 @@ first to keep every √T-th point, then stretch by stretch, from the last to the
 first point, so that about 2√T points are in memory at a time; or more often, with fewer points. At
 each checkpoint of the run the replay records its deviation, and resumes from the recorded weights
 and optimizer state. A model with dropout or batch norm is replayed in training mode
-(`whence.replay.active`), if the run tells the seeds of its draws.
+(`whence.replay.active`), if the run has the seeds of its draws.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class Update:
         """The factor c of the gradient, and its slope b: dc = -b ⟨g, dg⟩."""
         if self.clip_norm is None:
             return None, None
-        every = [g for name, g in self.gradients.items() if not self.measures(name)]
-        norms = torch.stack([torch.linalg.vector_norm(g) for g in every])
+        gradients = [g for name, g in self.gradients.items() if not self.measures(name)]
+        norms = torch.stack([torch.linalg.vector_norm(g) for g in gradients])
         norm = torch.linalg.vector_norm(norms)
         c = self.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         clipped = c < 1
@@ -406,11 +406,12 @@ class Replay:
         """The number of points per level of the sweep: all T if they fit in memory, or √T, or the
         root of a higher order. Each level replays the training once more.
         """
-        each = (2 + self.slots) * self.numbers * self.dtype.itemsize  # with weight and gradient
+        # with weight and gradient
+        per_query = (2 + self.slots) * self.numbers * self.dtype.itemsize
         levels = 1
         while True:
             width = max(2, int(np.ceil(self.steps ** (1 / levels) - 1e-9)))
-            if width == 2 or levels * width * each <= memory:
+            if width == 2 or levels * width * per_query <= memory:
                 return width
             levels += 1
 
@@ -461,7 +462,7 @@ class Replay:
         if float((active - calm).norm()) > 1e-3 * float(calm.norm()):
             modes.draws = True
             modes.messages.append(
-                f"{type(model).__name__} puts out something else in training mode (dropout?)"
+                f"{type(model).__name__} has other outputs in training mode (dropout?)"
             )
         return modes
 

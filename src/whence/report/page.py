@@ -281,14 +281,14 @@ def _positions(
         if scores.stage is None or scores.stage[c] == last
     }
     by_column = {}
-    for one in tokens or ():
-        if one.example not in columns or len(one.values) != scores.shape[0]:
+    for split in tokens or ():
+        if split.example not in columns or len(split.values) != scores.shape[0]:
             raise InvalidInput(
-                f"tokens of example {one.example} for {len(one.values)} queries do not belong to "
-                f"these scores ({scores.shape[0]} queries): give what method.tokens(study, query, "
-                "examples) returned for the same queries"
+                f"tokens of example {split.example} for {len(split.values)} queries do not belong "
+                f"to these scores ({scores.shape[0]} queries): give what method.tokens(study, "
+                "query, examples) returned for the same queries"
             )
-        by_column[columns[one.example]] = one.values
+        by_column[columns[split.example]] = split.values
     counts: dict[int, int] = {}
     for view in views:
         for entry in [*view["helpful"], *view["harmful"]]:

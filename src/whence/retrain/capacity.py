@@ -50,11 +50,11 @@ def models_at_once(
         return 1
     if device.type == "cpu":
         size = sum(p.numel() * p.element_size() for p in model.parameters())
-        each = 6 * size + 2 * saved
+        per_model = 6 * size + 2 * saved
         room //= torch.get_num_threads()
         # updates of tiny models are mostly overhead: train thousands together
-        most_at_once = max(64, min(4096, CACHE_BYTES // each))
-        fit = min(most_at_once, max(4, CACHE_BYTES // (3 * size)), room // each)
+        most_at_once = max(64, min(4096, CACHE_BYTES // per_model))
+        fit = min(most_at_once, max(4, CACHE_BYTES // (3 * size)), room // per_model)
         return int(max(1, min(fit, -(-most // torch.get_num_threads()))))
     return int(max(1, min(most, room // _bytes_per_model(device, train_some))))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whence.engine.cluster import RETRIES, connect
+from whence.engine.cluster import MAX_RETRIES, connect
 from whence.retrain.grid import Grid
 from whence.retrain.pool import TrainingPool
 from whence.retrain.training import Training
@@ -30,7 +30,7 @@ def distribute(
     ray = connect()
     resources = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 1}
 
-    @ray.remote(max_retries=RETRIES, **resources)  # type: ignore[untyped-decorator]
+    @ray.remote(max_retries=MAX_RETRIES, **resources)  # type: ignore[untyped-decorator]
     def make(recipe: Any, query: Any, engine: str | None, todo: list[Training]) -> Any:
         import torch
 

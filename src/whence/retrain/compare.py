@@ -37,7 +37,7 @@ def differences(recipe: Recipe, run: Run) -> list[str]:
     model, unequal = recipe.build(0), []
     for of_recipe, of_run in zip(recipe.stages, run.stages, strict=True):
         where = f"stage {of_run.name!r}: " if len(run.stages) > 1 else ""
-        unequal += [where + each for each in _of_stage(of_recipe, of_run, run, model)]
+        unequal += [where + difference for difference in _of_stage(of_recipe, of_run, run, model)]
     return unequal
 
 

@@ -51,11 +51,11 @@ def unknown_examples(masks: NDArray[np.bool_]) -> dict[str, list[int]]:
             f"each of the {examples} examples is in all of the {subsets} subsets, or in none: "
             "give a truth with more subsets"
         )
-    for where, which in unknown.items():
-        if which:
+    for where, indices in unknown.items():
+        if indices:
             warn(
-                f"{len(which)} of {examples} examples are {where.replace('_', ' ')} (of "
-                f"{subsets}), so nothing is known about them: {listed(which)}. They score 0; "
+                f"{len(indices)} of {examples} examples are {where.replace('_', ' ')} (of "
+                f"{subsets}), so nothing is known about them: {listed(indices)}. They score 0; "
                 "use a truth with more subsets",
                 stacklevel=3,
             )

@@ -95,13 +95,15 @@ def _check_engine(recipe: Recipe, query: Batches, engine: str, device: torch.dev
     if any(constants(model) != constants(stack.template) for model in plain):
         raise InvalidInput("the model changes its buffers during training")
     dtype, task = next(plain[0].parameters()).dtype, copy.copy(recipe.task)
-    some = np.arange(min(4, len(query)))
-    examples = [query.dataset[k] for k in some.tolist()]
+    first_queries = np.arange(min(4, len(query)))
+    examples = [query.dataset[k] for k in first_queries.tolist()]
     queries = Data(Batches(query.name, examples, query.collate), device, dtype)
-    measured = torch.from_numpy(stack.measurements(task, queries, len(some), len(some)))
+    measured = torch.from_numpy(
+        stack.measurements(task, queries, len(first_queries), len(first_queries))
+    )
     with torch.no_grad():
         for k, model in enumerate(plain):
-            batch = place(query.take(some), device, dtype)
+            batch = place(query.take(first_queries), device, dtype)
             alone = task.measurements(task.outputs(model.eval(), batch), batch)
             _agree("the measurement", measured[k], alone.double().cpu(), dtype)
 

@@ -154,8 +154,8 @@ class TrainingPool:
         """Train this many models for two updates and measure them, to probe memory."""
         assert self.engine is not None
         data = self.data()
-        some = [replace(example, seed=k) for k in range(count)]
-        stack = train_stack(self.recipe, some, self.engine, self.device, data, updates=2)
+        trainings = [replace(example, seed=k) for k in range(count)]
+        stack = train_stack(self.recipe, trainings, self.engine, self.device, data, updates=2)
         stack.measurements(self.recipe.task, data[QUERIES], len(self.query), self.query_block)
 
     def make(

@@ -143,8 +143,8 @@ class Recipe:
         return self._built(seed)
 
     def _built(self, seed: int) -> nn.Module:
-        every = list(range(torch.cuda.device_count()))  # named, because torch warns otherwise
-        with _SEEDING, torch.random.fork_rng(every):
+        devices = list(range(torch.cuda.device_count()))  # named, because torch warns otherwise
+        with _SEEDING, torch.random.fork_rng(devices):
             torch.manual_seed(checked_seed(seed))
             model = self.model()
         if not isinstance(model, nn.Module):
@@ -328,14 +328,14 @@ class Recipe:
                 if stage is not None:
                     batch = stage.transformed(batch, 0, 0, block, first)
                 with examples_of(data.name, block):
-                    each = getattr(task, what)(task.outputs(model, batch), batch)
-                if what == "measurements" and each.shape != (len(block),):
+                    per_example = getattr(task, what)(task.outputs(model, batch), batch)
+                if what == "measurements" and per_example.shape != (len(block),):
                     raise InvalidInput(
-                        f"{task!r} returns measurements of shape {tuple(each.shape)} for "
+                        f"{task!r} returns measurements of shape {tuple(per_example.shape)} for "
                         f"{len(block)} examples of {data.name}: measurements(outputs, batch) must "
                         "return one number each"
                     )
-                values.append(each.to("cpu", first.dtype))
+                values.append(per_example.to("cpu", first.dtype))
         return torch.cat(values)
 
     def _gradients(self, stage: StageRecipe) -> list[str]:

@@ -156,8 +156,8 @@ class _Recording:
     ) -> Iterator[tuple[Training, Run]]:
         """Make the runs, and yield each once it is written."""
         data = self.recipe.stages[-1].data
-        some = [data.dataset[k] for k in range(min(PROBED_EXAMPLES, len(data)))]
-        query = Batches(data.name, some, data.collate)
+        examples = [data.dataset[k] for k in range(min(PROBED_EXAMPLES, len(data)))]
+        query = Batches(data.name, examples, data.collate)
         pool = TrainingPool.open(self.recipe, query, device, engine)
         pool.warn_if_sequential()
         if pool.engine is None:
@@ -189,7 +189,7 @@ class _Recording:
         assert pool.engine is not None
         on_disk, due = self.files(trainings), self.due[trainings[0]]
         locks.enter_context(on_disk.locked())
-        checkpoints = {(one.stage, one.step): one for one in on_disk.checkpoints()}
+        checkpoints = {(c.stage, c.step): c for c in on_disk.checkpoints()}
         start = next(reversed(checkpoints.values()), None)
         started = monotonic()
 

@@ -356,10 +356,10 @@ def _stack_weights(
     weights: Sequence[NDArray[np.float64] | None],
 ) -> NDArray[np.float64] | None:
     """The weights of each model's examples, (S, n); None where all are one."""
-    some = next((w for w in weights if w is not None), None)
-    if some is None:
+    first_weights = next((w for w in weights if w is not None), None)
+    if first_weights is None:
         return None
-    return np.stack([np.ones_like(some) if w is None else w for w in weights])
+    return np.stack([np.ones_like(first_weights) if w is None else w for w in weights])
 
 
 def _set(group: dict[str, Any], settings: dict[str, Any]) -> None:

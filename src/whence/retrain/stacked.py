@@ -76,9 +76,9 @@ def _apart(layer: Callable[..., Tensor], x: Tensor, models: int, *stacks: Tensor
     """Apply the layer to one model after another, with its rows of x and of each stack."""
     if models == 1:  # avoids copying the rows
         return layer(x, *(None if s is None else s.squeeze(0) for s in stacks))
-    each = [[None] * models if s is None else s.unbind() for s in stacks]
+    by_stack = [[None] * models if s is None else s.unbind() for s in stacks]
     rows = _by_model(x, models).unbind()
-    return torch.cat([layer(*arguments) for arguments in zip(rows, *each, strict=True)])
+    return torch.cat([layer(*arguments) for arguments in zip(rows, *by_stack, strict=True)])
 
 
 def _autocast(x: Tensor | None) -> Tensor | None:
@@ -300,7 +300,7 @@ class StackedMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if self.bias_k is not None or self.add_zero_attn or query.dim() != 3:
-            raise InvalidInput("attention has a key of its own, or no batch")
+            raise InvalidInput("attention has a separate key, or no batch")
         weights: Sequence[Tensor] = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3, 1)

@@ -174,12 +174,12 @@ class StageRecipe:
             callback: called after each update.
         """
         scheduler = self.make_scheduler(optimizer, len(examples))
-        every = self.scheduler_interval(len(examples))
+        interval = self.scheduler_interval(len(examples))
         # a task may keep something between outputs and losses
         first, task = next(model.parameters()), copy.copy(self.task)
         weights = None if self.weights is None else torch.from_numpy(self.weights).to(first)
         if scheduler is not None:
-            for _ in range(skip // every):
+            for _ in range(skip // interval):
                 scheduler.step()
         for step, block in self.plain_batches(seed, examples, skip):
             # so that the model's own draws (dropout) depend on seed and update only
@@ -195,7 +195,7 @@ class StageRecipe:
                 nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
             yield block
             optimizer.step()
-            if scheduler is not None and (step + 1) % every == 0:
+            if scheduler is not None and (step + 1) % interval == 0:
                 scheduler.step()
             if callback is not None:
                 callback(Update(self, step + 1, block, model, optimizer))
@@ -209,11 +209,11 @@ class StageRecipe:
         """
         optimizer = self.make_optimizer(model)
         scheduler = self.make_scheduler(optimizer, examples)
-        every = self.scheduler_interval(examples)
+        interval = self.scheduler_interval(examples)
         table = []
         for step in range(1, self.total_steps(examples) + 1):
             table.append([_settings(group) for group in optimizer.param_groups])
-            if scheduler is not None and step % every == 0:
+            if scheduler is not None and step % interval == 0:
                 scheduler.step()
         return table
 

@@ -50,9 +50,9 @@ class Truth:
         stage: the stage whose data was resampled; None for a recipe of one stage.
         recipe, query, data: fingerprints; data is that of the training data of `stage`.
         in_place: the protocol. False (*expected*): each model trains on the subset alone, with
-            batches and seeds of its own. True (*single model*): each is the model of all examples,
+            its own batches and seeds. True (*single model*): each is the model of all examples,
             trained again with its seed and its batches, and the examples outside the subset have
-            weight zero in the loss. Then every seed is a model of its own.
+            weight zero in the loss. Then every seed is a separate model.
         notes: how the models were trained: together, or one at a time and why.
     """
 
@@ -147,7 +147,8 @@ class Truth:
                 f"the trainings in {folder} are not finished: repeat ground_truth(out=...) to "
                 "resume"
                 if unfinished
-                else f"{folder} has no truth.json: give a folder that ground_truth wrote"
+                else f"{folder} {'has no truth.json' if folder.exists() else 'does not exist'}: "
+                "give a folder that `whence truth` wrote, or ground_truth(out=...)"
             )
         remedy = "delete the folder, and repeat the ground_truth call"
         content = read_json(file, schema=SCHEMA, remedy=remedy)
@@ -217,7 +218,7 @@ def ground_truth(
         stage: the stage whose data is resampled (default: the first).
         in_place: keep the batches of the training on all examples, and give the dropped ones
             weight zero in the loss. Their places stay: the mean still divides by all of the batch,
-            and batch norm still sees them. Each seed is then a model of its own: judge the scores
+            and batch norm still sees them. Each seed is then a separate model: judge the scores
             of its run. alpha = 0.99 drops 1 %, as is usual.
         out: folder for trainings and truth. Repeat the same call to resume.
         seed: determines the subsets.

@@ -166,11 +166,11 @@ class UnfinishedRuns:
     def save(self, checkpoints: Iterable[StackCheckpoint]) -> None:
         """Write those checkpoints that are not on disk yet."""
         about = {"of": self.identity, "trainings": self.trainings}
-        for one in checkpoints:
-            if (one.stage, one.step) not in self._saved:
-                one.save(self.folder / f"{one.stage:03}-{one.step:012}.safetensors")
+        for c in checkpoints:
+            if (c.stage, c.step) not in self._saved:
+                c.save(self.folder / f"{c.stage:03}-{c.step:012}.safetensors")
                 write_json(self.folder / "stack.json", about)
-                self._saved.add((one.stage, one.step))
+                self._saved.add((c.stage, c.step))
 
     def checkpoints(self) -> Iterator[StackCheckpoint]:
         """The checkpoints of these trainings in order, possibly from a stack that has more."""

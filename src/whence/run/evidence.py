@@ -15,12 +15,12 @@ from whence.errors import InvalidInput
 from whence.run.checkpoint import Checkpoint
 from whence.run.format import RunData, Stage
 
-SURE = 6.0  # standard deviations beyond which chance is no explanation
-EVEN = 0.05  # variance of draws, relative to chance, below which they are of epochs
-MANY = 0.1  # share of examples never drawn that is worth a warning
-RARELY = 0.1  # share of updates below which clipping needs no warning
-NEARER = 0.5  # of the way from the initial to the final weights: trained with the run
-ALIKE = 0.9  # cosine of weights above which one model was made from the other
+CERTAIN_DEVIATIONS = 6.0  # standard deviations beyond which chance is no explanation
+EPOCH_VARIANCE = 0.05  # variance of draws, relative to chance, below which they are of epochs
+UNDRAWN_SHARE = 0.1  # share of examples never drawn that is worth a warning
+RARE_CLIPPING = 0.1  # share of updates below which clipping needs no warning
+MAX_DISTANCE = 0.5  # of the way from the initial to the final weights: trained with the run
+MIN_COSINE = 0.9  # cosine of weights above which one model was made from the other
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Draws:
             missed = max(n - self.counts.sum(), n * (dropped / n) ** max(1, int(epochs)))
         else:  # drawn with replacement
             missed = n * math.exp(-epochs)
-        return bool(len(self.never) > missed + SURE * math.sqrt(missed))
+        return bool(len(self.never) > missed + CERTAIN_DEVIATIONS * math.sqrt(missed))
 
     @property
     def unequal(self) -> bool:
@@ -99,30 +99,30 @@ class Draws:
         drawn = counts[self.counts > 0] if self.left_out else counts
         free, mean = len(drawn) - 1, max(float(drawn.mean()), 1e-12)
         squares = float(((drawn - mean) ** 2).sum() / mean)
-        if squares > free + SURE * math.sqrt(2 * free):
+        if squares > free + CERTAIN_DEVIATIONS * math.sqrt(2 * free):
             return True
         # Most examples may be drawn too equally for chance: in epochs, of which drop_last leaves
         # out n mod B examples. Then a few that are drawn more often stand out.
         trimmed = np.sort(drawn)[len(drawn) // 10 : len(drawn) - len(drawn) // 10]
-        if float(trimmed.var()) > EVEN * mean:
+        if float(trimmed.var()) > EPOCH_VARIANCE * mean:
             return False
         variance = max(float(trimmed.var()), mean * (len(drawn) % self.batch_size) / len(drawn))
         furthest = float(np.abs(drawn - np.median(drawn)).max())
-        return furthest > 2 + SURE * math.sqrt(variance)
+        return furthest > 2 + CERTAIN_DEVIATIONS * math.sqrt(variance)
 
     def warnings(self, stage: str) -> list[str]:
-        """What scores do not take into account."""
+        """Warnings of what scores do not take into account."""
         messages, n, never = [], len(self.counts), len(self.never)
         if self.left_out:
             messages.append(
                 f"stage {stage!r}: {never:,} of {n:,} examples are in none of the recorded batches"
-                f". Scores take the other {n - never:,} for the training set, and say of these "
-                "what adding them would have done. Pass Recorder(subset=...) to say so"
+                f". Scores treat the other {n - never:,} as the training set, and estimate what "
+                "adding these would have done. To confirm this, pass Recorder(subset=...)"
             )
-        elif never > MANY * n and self.shuffled:
+        elif never > UNDRAWN_SHARE * n and self.shuffled:
             messages.append(
                 f"stage {stage!r}: {never:,} of {n:,} examples are in none of the recorded batches"
-                ", which end before the first epoch does. Scores take them for training examples; "
+                ", which end before the first epoch does. Scores treat them as training examples; "
                 "if they were not, pass Recorder(subset=...)"
             )
         if self.unequal:
@@ -137,8 +137,8 @@ class Draws:
         if self.moved:
             messages.append(
                 f"stage {stage!r}: the first and the second half of the updates drew different "
-                "examples, more so than by chance: a curriculum? Scores take the data for the same "
-                "throughout a stage. Call recorder.stage(...) where the data changes"
+                "examples, more so than by chance: a curriculum? Scores assume that the data is "
+                "the same throughout a stage. Call recorder.stage(...) where it changes"
             )
         return messages
 
@@ -175,7 +175,7 @@ def distance_from_final(
             at, end = _numbers(parameters[n], weights[n])
             sums += _squares(at - end, end)
         away, moved = float(sums[0].sqrt()), float(sums[1].sqrt()) / 2
-        return (away, moved) if away < NEARER * moved else None
+        return (away, moved) if away < MAX_DISTANCE * moved else None
     start = initial.weights()
     names = [n for n in names if n in start and start[n].shape == weights[n].shape]
     sums = torch.zeros(6, dtype=torch.float64)
@@ -184,12 +184,12 @@ def distance_from_final(
         differences = at - end, begin - end, at - begin
         sums += torch.cat([_squares(*differences, at, end), (at @ end).cpu().view(1)])
     away, moved, from_start, norm, end_norm = sums[:5].sqrt().tolist()
-    derived = away < from_start and float(sums[5]) > ALIKE * norm * end_norm
+    derived = away < from_start and float(sums[5]) > MIN_COSINE * norm * end_norm
     # some layers have the weights that training led to, to the bit, and only others do not
     derived |= any(
         _equal(parameters[n], weights[n]) and not _equal(start[n], weights[n]) for n in names
     )
-    return (away, moved) if away < NEARER * moved or derived else None
+    return (away, moved) if away < MAX_DISTANCE * moved or derived else None
 
 
 def _numbers(*tensors: Tensor) -> list[Tensor]:

@@ -23,10 +23,10 @@ from whence.run.format import RunData
 from whence.table import listed
 
 FIRST, EVERY = 4, 16  # updates whose weights are measured
-GRADIENTS = 8  # parameters whose gradients are measured, at the first updates
-ENTRIES = 64  # of a parameter that are compared, because a permutation has the same norm
+WATCHED_GRADIENTS = 8  # parameters whose gradients are measured, at the first updates
+COMPARED_ENTRIES = 64  # of a parameter that are compared, because a permutation has the same norm
 ROUNDING = 1e-6  # relative difference of norms that is no change
-CHANGED = 1e-4  # that of a gradient's norm
+GRADIENT_TOLERANCE = 1e-4  # that of a gradient's norm
 
 Measured = dict[tuple[str, ...], Tensor]
 
@@ -145,13 +145,13 @@ class WeightWatch:
     def _check_gradients(self) -> None:
         """Warn of parameters that only some updates changed, because others had no gradient."""
         counts = {name: self._without[id(p)] for name, p in self._parameters.items()}
-        some = {name: count for name, count in counts.items() if 0 < count < self._updates}
-        if some and 0 in counts.values():  # else gradients are deleted before they can be seen
+        skipped = {name: count for name, count in counts.items() if 0 < count < self._updates}
+        if skipped and 0 in counts.values():  # else gradients are deleted before they can be seen
             self._warn(
                 "without",
                 f"parameters had no gradient in some of the {self._updates} updates of stage "
                 f"{self.stage!r}, which did not change them: "
-                + listed([f"{name} ({count})" for name, count in sorted(some.items())], 4)
+                + listed([f"{name} ({count})" for name, count in sorted(skipped.items())], 4)
                 + ". Scores count their learning rate in all updates. Set requires_grad to False "
                 "while a layer is not trained",
             )
@@ -174,7 +174,7 @@ class WeightWatch:
             sha256 = weights_sha256(self.model)
             same = [c.step for c in checkpoints if c.sha256 == sha256]
             if same:
-                where += f", and the model now those after update {same[-1]}"
+                where += f", and the model now has those after update {same[-1]}"
         self._warn(
             "final",
             f"weights changed after the last update, {updates}: {_some(changed)} (best weights "
@@ -197,7 +197,7 @@ class GradientWatch:
     def __init__(self, model: nn.Module) -> None:
         self._norms: dict[str, Tensor] = {}
         trained = {name: p for name, p in _parameters(model).items() if p.requires_grad}
-        names = list(trained)[:: max(1, -(-len(trained) // GRADIENTS))]
+        names = list(trained)[:: max(1, -(-len(trained) // WATCHED_GRADIENTS))]
         self._parameters = {name: trained[name] for name in names}
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
@@ -217,14 +217,16 @@ class GradientWatch:
         }
         self._norms.clear()  # below: gradients that are 0 were set to 0, before step(closure)
         ratios = {name: now / before for name, (now, before) in norms.items() if now and before}
-        changed = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > CHANGED}
+        changed = {
+            name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > GRADIENT_TOLERANCE
+        }
         if changed and not _divided(list(ratios.values())):
             self.remove()
-            each = [f"{name} (norm × {ratio:.3g})" for name, ratio in changed.items()]
+            descriptions = [f"{name} (norm × {ratio:.3g})" for name, ratio in changed.items()]
             data.warn(
                 f"gradients were changed between the backward pass and update {updates + 1} "
-                f"(clipping, noise, a mask?): {listed(each, 4)}. Scores take the gradients of the "
-                "loss as they are. If you know the reason, say it in Recorder(notes=...)"
+                f"(clipping, noise, a mask?): {listed(descriptions, 4)}. Scores use the unchanged "
+                "gradients of the loss. If you know the reason, name it in Recorder(notes=...)"
             )
         if updates + 1 >= FIRST:
             self.remove()
@@ -261,7 +263,7 @@ def _norm(gradient: Tensor) -> Tensor:
 def _divided(ratios: Sequence[float]) -> bool:
     """Whether all are one over the same whole number."""
     number = round(1 / ratios[0]) if 0 < ratios[0] < math.inf else 0
-    return all(abs(ratio * number - 1) <= CHANGED for ratio in ratios)
+    return all(abs(ratio * number - 1) <= GRADIENT_TOLERANCE for ratio in ratios)
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -283,17 +285,19 @@ def _measured(parameters: dict[str, nn.Parameter]) -> Measured:
     measured: Measured = {}
     with torch.no_grad():
         for (_, dtype), names in alike.items():
-            each: list[Tensor] = [parameters[name] for name in names]
+            tensors: list[Tensor] = [parameters[name] for name in names]
             wide = torch.promote_types(dtype, torch.float32)
-            norms = [x for order in (2, torch.inf) for x in torch._foreach_norm(each, order, wide)]
-            entries = [x.flatten()[:: _stride(x)] for x in each]
+            norms = [
+                x for order in (2, torch.inf) for x in torch._foreach_norm(tensors, order, wide)
+            ]
+            entries = [x.flatten()[:: _stride(x)] for x in tensors]
             measured[tuple(names)] = torch.cat([torch.stack(norms), *entries]).cpu()
     return measured
 
 
 def _stride(parameter: Tensor) -> int:
     """Between the entries that are compared."""
-    return max(1, parameter.numel() // ENTRIES)
+    return max(1, parameter.numel() // COMPARED_ENTRIES)
 
 
 def _differing(before: Measured, after: Measured, parameters: dict[str, nn.Parameter]) -> list[str]:
@@ -308,7 +312,7 @@ def _differing(before: Measured, after: Measured, parameters: dict[str, nn.Param
         norms, entries = close[: 2 * len(names)].view(2, -1), close[2 * len(names) :]
         counts = [-(-parameters[name].numel() // _stride(parameters[name])) for name in names]
         parts = zip(names, norms.T, torch.split(entries, counts), strict=True)
-        differing += [name for name, *each in parts if not all(bool(x.all()) for x in each)]
+        differing += [name for name, *equal in parts if not all(bool(x.all()) for x in equal)]
     return differing
 
 

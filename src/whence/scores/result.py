@@ -490,14 +490,14 @@ class Scores:
             values, columns = self._top_row(row, 0 if highest else 1)
             values, columns = values[:k], columns[:k]
         else:
-            every = self._row(row)
-            if np.isnan(every).any():
+            scores = self._row(row)
+            if np.isnan(scores).any():
                 raise InvalidInput(
-                    f"query {row} has {int(np.isnan(every).sum())} scores that are not numbers: "
+                    f"query {row} has {int(np.isnan(scores).sum())} scores that are not numbers: "
                     "they cannot be ranked"
                 )
-            columns = np.argsort(-every if highest else every, kind="stable")[:k]
-            values = every[columns]
+            columns = np.argsort(-scores if highest else scores, kind="stable")[:k]
+            values = scores[columns]
         return Ranking(
             Entry(int(self.train_ids[c]), float(v), None if self.stage is None else self.stage[c])
             for v, c in zip(values, columns, strict=True)

@@ -40,9 +40,9 @@ class Strongest:
             enters = scores >= weakest if sign > 0 else scores <= weakest
             chosen = np.flatnonzero(enters.any(0))
             if len(chosen):
-                some = scores[:, chosen]
-                columns = _strongest_columns(sign * some, min(self.k, len(chosen)))
-                values = np.take_along_axis(some, columns, 1)
+                block = scores[:, chosen]
+                columns = _strongest_columns(sign * block, min(self.k, len(chosen)))
+                values = np.take_along_axis(block, columns, 1)
                 places = chosen[columns]
                 self._keep(
                     end, rows, values, places + where if isinstance(where, int) else where[places]
@@ -64,16 +64,16 @@ class Strongest:
 
     def _keep(self, end: int, rows: slice, values: Floats, columns: Ints) -> None:
         """The strongest of these entries and of those here, of which some may be the same."""
-        sign, here = SIGNS[end], np.s_[end, rows]
-        both = np.concatenate([self.columns[here], columns], 1)
-        strength = sign * np.concatenate([self.values[here], values], 1)
+        sign, place = SIGNS[end], np.s_[end, rows]
+        both = np.concatenate([self.columns[place], columns], 1)
+        strength = sign * np.concatenate([self.values[place], values], 1)
         order = np.argsort(both, 1, kind="stable")
         again = np.diff(np.take_along_axis(both, order, 1), axis=1, prepend=-1) == 0
         once = np.where(again, -np.inf, np.take_along_axis(strength, order, 1))
         np.put_along_axis(strength, order, once, 1)
         order = np.lexsort((both, -strength), axis=1)[:, : self.k]
-        self.values[here] = sign * np.take_along_axis(strength, order, 1)
-        self.columns[here] = np.take_along_axis(both, order, 1)
+        self.values[place] = sign * np.take_along_axis(strength, order, 1)
+        self.columns[place] = np.take_along_axis(both, order, 1)
 
 
 def _strongest_columns(strength: Floats, k: int) -> Ints:

@@ -1,4 +1,4 @@
-"""What is known of a predicted change, from the calibration stored with the scores.
+"""The uncertainty of a predicted change, from the calibration stored with the scores.
 
 Without k examples, the measurement of query q is predicted to change by Δ = −Σ values[q, m]. One
 retraining measures Δ + error, where
@@ -9,7 +9,7 @@ retraining measures Δ + error, where
 
 The truth compares random subsets of α n examples. Each example is in such a subset with variance
 α (1 − α), so n α (1 − α) is the number of removals that one subset is worth. With one seed in the
-truth, noise and unknown cannot be told apart: the last two terms become
+truth, noise and unknown cannot be separated: the last two terms become
 residual[q]² · max(1, k / (n α (1 − α))), which is too wide for few examples.
 
 The expected change, which is the mean over many retrainings, has no noise[q]². With one seed in the

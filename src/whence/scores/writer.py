@@ -62,8 +62,8 @@ class ScoreWriter:
 
     ``already`` is the finished Scores if an earlier call with the same key wrote them.
 
-    With several ranks in ``world``, each writes its own blocks, and records them in a file of its
-    own. Rank 0 opens and finishes the folder, which all must see. All return the same Scores.
+    With several ranks in ``world``, each writes its own blocks, and records them in its own
+    file. Rank 0 opens and finishes the folder, which all must see. All return the same Scores.
     """
 
     def __init__(
@@ -185,12 +185,12 @@ class ScoreWriter:
             self._strongest.add(slice(r0, r1), c0, scores)
         for part in _missing(block, self._done):
             s0, s1, d0, d1 = part
-            here = np.s_[..., s0 - r0 : s1 - r0, d0 - c0 : d1 - c0]
+            target = np.s_[..., s0 - r0 : s1 - r0, d0 - c0 : d1 - c0]
             for name in self._data:
                 if self._world.size == 1 or self._out is None:
-                    self._rows(name)[..., s0:s1, d0:d1] = arrays[name][here]
+                    self._rows(name)[..., s0:s1, d0:d1] = arrays[name][target]
                 else:
-                    self._write_rows(name, part, arrays[name][here])
+                    self._write_rows(name, part, arrays[name][target])
             if self._out is not None:
                 self._written.append((part, self._checksums(part)))
         _add(block, self._done)

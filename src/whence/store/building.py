@@ -129,15 +129,15 @@ class Builder:
         together = max(1, len(left))
         if world.size > 1:
             together = world.size * max(size, projection.preferred_batch // size * size)
-        for some in [left[block] for block in cut(len(left), together)]:
-            share = world.deal(some)
+        for indices in [left[block] for block in cut(len(left), together)]:
+            share = world.deal(indices)
             batches = [share[block] for block in cut(len(share), size)]
             pieces = projected(passes, data, batches, LOSS, *how)
             if world.size == 1:
                 yield from ((piece.indices, piece.rows) for piece in pieces)
             else:
                 rows = torch.cat([piece.rows for piece in pieces])
-                yield some, world.regather(rows, len(some))
+                yield indices, world.regather(rows, len(indices))
 
     def _refuse_bad(self, rows: Tensor, indices: NDArray[np.int64], unit: Unit) -> None:
         bad = indices[(~rows.isfinite().all(1)).cpu().numpy()]
@@ -145,7 +145,7 @@ class Builder:
             raise NotFinite(
                 f"checkpoint at step {unit.checkpoint.step}: the projected gradient is NaN or "
                 f"infinite for {self.store.study.data[unit.stage].name} example {listed(bad)}. "
-                "Mend or leave out the example, or use float64"
+                "Correct or leave out the example, or use float64"
             )
 
     def _add_moments(self, unit: Unit, signal: Signal) -> None:
@@ -212,8 +212,8 @@ class Builder:
             "gradients": len(self._units),
             "second moments": sum(signal != LOSS for _, signal in self._moments()),
         }
-        numbers, each = 3 * s["dimension"] ** 2, dict.fromkeys(passes, work)
-        return passes_cost(tracked, workspace.examples, each, passes, numbers)
+        numbers, per_example = 3 * s["dimension"] ** 2, dict.fromkeys(passes, work)
+        return passes_cost(tracked, workspace.examples, per_example, passes, numbers)
 
     def _check_room(self) -> None:
         store, d = self.store, self.store.dimension

@@ -218,10 +218,10 @@ class StoreContents:
 
     def units(self, run: Run) -> list[Unit]:
         """The matrices of rows that the methods need; the last is at the final model."""
-        stages, every = self.study.stages, {"tracin", "source"} & {*self.description["methods"]}
-        wanted = [(c.stage, c) for c in run.checkpoints] if every else []
+        stages, along_run = self.study.stages, {"tracin", "source"} & {*self.description["methods"]}
+        wanted = [(c.stage, c) for c in run.checkpoints] if along_run else []
         if {"influence", "trak"} & {*self.description["methods"]}:
-            wanted += [(s, run.final) for s in stages if not every or s != run.final.stage]
+            wanted += [(s, run.final) for s in stages if not along_run or s != run.final.stage]
         return [Unit(stage, c, self._name(stage, c.step)) for stage, c in wanted]
 
     def check_losses(self, workspace: Workspace, unit: Unit) -> None:

@@ -17,26 +17,26 @@ from whence.data import cut
 from whence.errors import optional
 from whence.store.rows import StoredRows
 
-EXHAUSTIVE = 10_000  # rows, below which all are compared
-LISTS = 4.0  # times √n: cells of the others
-PROBED = 1 / 8  # of the cells are searched
-SAMPLED = 64  # rows for each cell, to place the cells
-CHUNK = 1 << 14  # rows that are added at once
-OVERSAMPLED = 2  # times as many candidates as are asked for
+EXHAUSTIVE_ROWS = 10_000  # rows, below which all are compared
+CELLS_PER_ROOT = 4.0  # times √n: cells of the others
+PROBED_SHARE = 1 / 8  # of the cells are searched
+SAMPLES_PER_CELL = 64  # rows for each cell, to place the cells
+CHUNK_ROWS = 1 << 14  # rows that are added at once
+OVERSAMPLING = 2  # times as many candidates as are asked for
 
 
 def built(rows: Sequence[StoredRows]) -> NDArray[np.uint8]:
     """An index of matrices of rows side by side, as bytes."""
     faiss, n = _faiss(), len(rows[0].array)
     dimension = _some(rows, np.arange(1)).shape[1]
-    lists = int(LISTS * n**0.5)
-    form = "Flat" if n <= EXHAUSTIVE else f"IVF{lists},SQfp16"
+    lists = int(CELLS_PER_ROOT * n**0.5)
+    form = "Flat" if n <= EXHAUSTIVE_ROWS else f"IVF{lists},SQfp16"
     index = faiss.index_factory(dimension, form, faiss.METRIC_INNER_PRODUCT)
-    if n > EXHAUSTIVE:
-        index.nprobe = max(1, int(PROBED * lists))
-        sample = np.linspace(0, n - 1, min(n, SAMPLED * lists)).astype(np.int64)
+    if n > EXHAUSTIVE_ROWS:
+        index.nprobe = max(1, int(PROBED_SHARE * lists))
+        sample = np.linspace(0, n - 1, min(n, SAMPLES_PER_CELL * lists)).astype(np.int64)
         index.train(_some(rows, np.unique(sample)))
-    for block in cut(n, CHUNK):
+    for block in cut(n, CHUNK_ROWS):
         index.add(_some(rows, block))
     return np.asarray(faiss.serialize_index(index))
 
@@ -48,14 +48,14 @@ def opened(content: NDArray[np.uint8]) -> Any:
 
 def candidates(index: Any, vectors: NDArray[np.float32], k: int) -> NDArray[np.int64]:
     """Examples that are probably among the k highest or lowest of some vector (q, d)."""
-    count = min(OVERSAMPLED * k, index.ntotal)
+    count = min(OVERSAMPLING * k, index.ntotal)
     both = [index.search(sign * vectors, count)[1] for sign in (1, -1)]
     examples: NDArray[np.int64] = np.unique(np.concatenate(both))
     return examples[examples >= 0]
 
 
-def _some(rows: Sequence[StoredRows], which: NDArray[np.int64]) -> NDArray[np.float32]:
-    parts = [matrix[which].float().numpy() for matrix in rows]
+def _some(rows: Sequence[StoredRows], indices: NDArray[np.int64]) -> NDArray[np.float32]:
+    parts = [matrix[indices].float().numpy() for matrix in rows]
     return np.ascontiguousarray(np.concatenate(parts, 1), dtype=np.float32)
 
 

@@ -25,15 +25,15 @@ from whence.persist.arrays import Checksums, Entry, create_array, load_array, ma
 from whence.persist.files import move_into_place
 
 CACHE_BYTES = 2**20  # of rows per product, so that they stay in the processor's cache
-AHEAD = 2  # blocks of rows that one thread reads ahead: it never waits for the products
+READ_AHEAD_BLOCKS = 2  # blocks of rows that one thread reads ahead: it never waits for the products
 PAGE = 4096  # bytes; the least that a system maps
 REMEDY = "delete it, and build the store again"
 
 
 #: what rows are stored in; None is the precision of the passes, float32 or float64
 FORMS = {"full": None, "float16": np.dtype(np.float16), "int8": np.dtype(np.int8)}
-STEPS = {"float16": 1.0, "int8": 127.0}  # the largest stored entry
-ERRORS = {"full": 0.0, "float16": 1e-3, "int8": 0.1}  # relative, of a row, at most
+LARGEST_ENTRY = {"float16": 1.0, "int8": 127.0}  # the largest stored entry
+MAX_ERROR = {"full": 0.0, "float16": 1e-3, "int8": 0.1}  # relative, of a row, at most
 
 
 def columns(form: str, dimension: int) -> int:
@@ -48,7 +48,7 @@ def encoded(values: NDArray[Any], form: str) -> NDArray[Any]:
     if dtype is None:
         return values
     values = values.astype(np.float32, copy=False)
-    scales = np.abs(values).max(1, keepdims=True) / np.float32(STEPS[form])
+    scales = np.abs(values).max(1, keepdims=True) / np.float32(LARGEST_ENTRY[form])
     quotients = np.divide(values, scales, out=np.zeros_like(values), where=scales > 0)
     entries = np.rint(quotients) if form == "int8" else quotients
     return np.concatenate([entries.astype(dtype), scales.astype(np.float32).view(dtype)], 1)
@@ -111,10 +111,13 @@ class StoredRows:
         behind these as these are behind the last ones."""
         step, self._start = rows.start - self._start, rows.start
         reading = self._reads.pop(rows.start, None)
-        ahead = [slice(rows.start + k * step, rows.stop + k * step) for k in range(1, AHEAD + 1)]
-        for some in ahead if step > 0 else ():
-            if some.start < len(self.array) and some.start not in self._reads:
-                self._reads[some.start] = self._reader.submit(self._touch, some)
+        ahead = [
+            slice(rows.start + k * step, rows.stop + k * step)
+            for k in range(1, READ_AHEAD_BLOCKS + 1)
+        ]
+        for block in ahead if step > 0 else ():
+            if block.start < len(self.array) and block.start not in self._reads:
+                self._reads[block.start] = self._reader.submit(self._touch, block)
         if reading is not None:
             reading.result()
 
@@ -155,21 +158,21 @@ class Rows:
         self.encoding = encoding
         self.path, self.partial, self.form = path, path.with_name(path.name + ".partial"), form
         shape, dtype = (int(form["shape"][0]), int(form["shape"][1])), np.dtype(form["dtype"])
-        old = finished(path, shape[1], dtype)
+        rows_before = finished(path, shape[1], dtype)
         self.start, self.checksums = 0, Checksums()
-        self.array = self._resumed(partial, old)
+        self.array = self._resumed(partial, rows_before)
         if self.array is None:
             self.array = create_array(self.partial, shape, dtype)
-            if old:
-                about = entry if entry is not None and entry["shape"][0] == old else {}
-                stored = StoredRows(path, {**form, **about, "shape": [old, shape[1]]})
-                self.array[:old] = stored.array
-                self.checksums.add(self.array[:old])
-            self.start = old
+            if rows_before:
+                about = entry if entry is not None and entry["shape"][0] == rows_before else {}
+                stored = StoredRows(path, {**form, **about, "shape": [rows_before, shape[1]]})
+                self.array[:rows_before] = stored.array
+                self.checksums.add(self.array[:rows_before])
+            self.start = rows_before
 
-    def _resumed(self, partial: Mapping[str, Any] | None, old: int) -> NDArray[Any] | None:
+    def _resumed(self, partial: Mapping[str, Any] | None, rows_before: int) -> NDArray[Any] | None:
         """The partial matrix, if its complete rows are as they were written."""
-        if partial is None or partial["rows"] <= old:
+        if partial is None or partial["rows"] <= rows_before:
             return None
         try:
             array = map_array(self.partial, "r+")

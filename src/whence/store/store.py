@@ -57,7 +57,7 @@ from whence.store.identity import (
     only_run,
     read,
 )
-from whence.store.rows import ERRORS
+from whence.store.rows import MAX_ERROR
 from whence.store.workspace import StoreWorkspace
 from whence.study import Study
 from whence.table import one_line
@@ -134,7 +134,7 @@ class GradientStore(StoreContents):
                 pass; "sampled" and "exact" are as in `Source`.
             rows: what gradients are stored in: "full" precision, "float16" (half the bytes) or
                 "int8" (a quarter), each row with a scale. Second moments are of what is stored.
-            seed: of the random signs, and of the pseudo-targets.
+            seed: seed of the random signs, and of the pseudo-targets.
             methods: the methods that the store can answer. "tracin" and "source" need all
                 checkpoints, "influence" and "trak" only the last; all but "tracin" need second
                 moments. SOURCE for Adam-type optimizers needs a store with methods=["source"],
@@ -329,7 +329,7 @@ class GradientStore(StoreContents):
         unknown = sorted(options.keys() - AnswerOptions.__annotations__.keys())
         if unknown:
             raise InvalidType(
-                f"{unknown[0]} is no option of a store, which has "
+                f"{unknown[0]} is not an option of a store, which takes "
                 f"{', '.join(AnswerOptions.__annotations__)}: for others attribute the study itself"
             )
         compute: dict[str, Any] = dict(options)
@@ -393,7 +393,7 @@ class GradientStore(StoreContents):
         )
         stored = self.rows(unit.stage, unit.checkpoint)[:1][0].to(piece.rows)
         off = float((piece.rows[0] - stored).norm() / stored.norm().clamp_min(1e-30))
-        rounding = max(8 * torch.finfo(workspace.dtype).eps, ERRORS[self.form])
+        rounding = max(8 * torch.finfo(workspace.dtype).eps, MAX_ERROR[self.form])
         if not off < max(ROW_TOLERANCE, rounding):
             raise InvalidInput(
                 f"the store in {self.path} does not belong to this study: example 0 of {data.name} "

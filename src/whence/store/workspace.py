@@ -52,14 +52,14 @@ class StoreWorkspace(Workspace):
         examples = sum(len(self.used(stage)) for stage in stages) * len(checkpoints)
 
         def matrices() -> list[Tensor]:
-            each = [self.store.curvature(self, s, c) for s in stages for c in checkpoints]
-            parts = zip(*each, strict=True)
+            curvatures = [self.store.curvature(self, s, c) for s in stages for c in checkpoints]
+            parts = zip(*curvatures, strict=True)
             return [sum(part[1:], part[0]) / examples for part in parts]
 
         identity = {"stages": list(stages), "weights": [c.sha256 for c in checkpoints]}
         projection = self.store.projection(self)
         layers = [part.names for part in projection.parts]
-        names = [some[0] if len(some) == 1 else "all layers" for some in layers]
+        names = [members[0] if len(members) == 1 else "all layers" for members in layers]
         about = projection.columns, names, self.accumulator, self._remember, identity
         return Projected(matrices, *about)
 
@@ -92,8 +92,8 @@ class StoreWorkspace(Workspace):
         self, queries: Queries, checkpoints: Sequence[Weights], bases: Any
     ) -> ProjectedVectors:
         """The mean over checkpoints of P∇f(q, θ_c)."""
-        each = [self.plain_gradients(queries, c).values for c in checkpoints]
-        return ProjectedVectors(torch.stack(each).mean(0))
+        gradients = [self.plain_gradients(queries, c).values for c in checkpoints]
+        return ProjectedVectors(torch.stack(gradients).mean(0))
 
     def plain_gradients(self, queries: Queries, checkpoint: Weights) -> ProjectedVectors:
         rows = self.store.projected(self, queries.data, queries.indices, checkpoint)
@@ -184,9 +184,9 @@ class StoredScoring(Scoring):
         store, everyone = self.workspace.store, self.workspace.scored(stage)
         pairs = [
             (vectors, checkpoint)
-            for which, vectors in ready
-            for checkpoint in self.terms[which].checkpoints
-            if self.terms[which].stage == stage
+            for number, vectors in ready
+            for checkpoint in self.terms[number].checkpoints
+            if self.terms[number].stage == stage
         ]
         if not pairs:
             return everyone[:k]
@@ -202,10 +202,10 @@ class StoredScoring(Scoring):
         parts = dict(ready)
         like = next(iter(parts.values()))
         totals = like.new_zeros(len(self.terms), len(like), len(examples))
-        for which, term in enumerate(self.terms):
+        for k, term in enumerate(self.terms):
             for checkpoint in term.checkpoints if term.stage == stage else ():
                 rows = self.workspace.store.rows(stage, checkpoint)[examples]
-                totals[which] += parts[which] @ rows.to(like).T
+                totals[k] += parts[k] @ rows.to(like).T
         return totals
 
     def _contributions(
@@ -214,14 +214,14 @@ class StoredScoring(Scoring):
         assert queries is not None
         workspace, shape = self.workspace, (len(self.terms), queries, len(chunk.indices))
         totals = torch.zeros(shape, dtype=workspace.accumulator, device=workspace.device)
-        here = slice(int(chunk.indices[0]), int(chunk.indices[-1]) + 1)
-        for which, vectors in ready:
-            term, total = self.terms[which], totals[which]
+        block = slice(int(chunk.indices[0]), int(chunk.indices[-1]) + 1)
+        for k, vectors in ready:
+            term, total = self.terms[k], totals[k]
             for checkpoint in term.checkpoints if term.stage == chunk.stage else ():
                 rows = workspace.store.rows(chunk.stage, checkpoint)
-                total += rows.inner(here, vectors)
+                total += rows.inner(block, vectors)
                 if not bool(total.sum().isfinite()):
-                    self._refuse(rows[here], chunk, checkpoint)
+                    self._refuse(rows[block], chunk, checkpoint)
         return totals
 
     @staticmethod

@@ -141,10 +141,10 @@ def _optimizers(folders: Mapping[int, Path], model: nn.Module) -> dict[int, Save
     paths = {step: place / "optimizer.pt" for step, place in folders.items() if step}
     missing = [step for step, path in paths.items() if not path.exists()]
     if missing:
-        every = len(missing) == len(paths)
+        all_missing = len(missing) == len(paths)
         warn(
             f"no optimizer.pt at {missing}: no second moments there, which SOURCE needs for "
-            "Adam-type optimizers" + every * ". Assuming AdamW, the Trainer's default",
+            "Adam-type optimizers" + all_missing * ". Assuming AdamW, the Trainer's default",
             stacklevel=3,
         )
     saved = {

@@ -194,7 +194,7 @@ Whence.views = (() => {
       pair.push(side("difference", null, difference));
     }
     const common = query.kind === "text" && rendered.kind === "text" && !colored
-      ? el("p", { class: "muted small" }, `Marked: words that both have (${count(sharedWords(query.text, rendered.text).size)} different ones).`) : null;
+      ? el("p", { class: "muted small" }, `Marked: common words (${count(sharedWords(query.text, rendered.text).size)} distinct ones).`) : null;
     return el("div", {}, el("div", { class: `pair ${rendered.kind}` }, pair), common);
   }
 
@@ -468,7 +468,7 @@ Whence.views = (() => {
         ranking("Most helpful", "▲", "helpful", view.helpful, "No training example helped this query.", ranked),
         ranking("Most harmful", "▼", "harmful", view.harmful, "No training example harmed this query.", ranked)),
       overview.calibrated ? null : el("p", { class: "muted small sizes" },
-        "Bars are relative to the strongest of each list. How large the changes are is only known for calibrated scores (whence.evaluate.calibrate)."),
+        "Bars are relative to the strongest of each list. Only calibrated scores (whence.evaluate.calibrate) tell how large the changes are."),
       charts(view, ctx));
   }
 
