@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from whence.data import Batches, Collate, place, structure
 from whence.errors import InvalidInput, InvalidType
@@ -32,7 +33,12 @@ from whence.persist.cache import FactorCache, shared
 from whence.persist.files import as_path
 from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
-from whence.run.checkpoint import architecture_sha256, same_weights, weights_sha256
+from whence.run.checkpoint import (
+    architecture_sha256,
+    refuse_lazy,
+    same_weights,
+    weights_sha256,
+)
 from whence.run.evidence import RARELY, Draws, clipped_at_most, distance_from_final
 from whence.table import Table, listed, one_line
 from whence.task import IGNORED, Task
@@ -92,6 +98,7 @@ class Study:
         self.device = next(given[self.stages[-1]].parameters(), torch.zeros(())).device
         self.models = {k: unsharded(m) for k, m in given.items()}
         for one in self.models.values():
+            refuse_lazy(dict(one.named_parameters()))
             for name, parameter in one.named_parameters():
                 if parameter.is_complex():
                     raise InvalidInput(
@@ -329,7 +336,8 @@ class Study:
                 if scope != "model":
                     unrecorded = evidence.untrained(stage, original)
                     updates = Updates(evidence.trained, run.same_rates, unrecorded)
-                tracked = find(loaded.model, task, several, choose, updates)
+                single = place(data.take([0]), device, dtype)
+                tracked = find(loaded.model, task, several, choose, updates, single)
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
                 last = next(iter(every.values()), tracked)
                 every[pair] = tracked.shared_with(last) if scope == "query" else tracked
@@ -499,7 +507,7 @@ def copied(model: nn.Module) -> nn.Module:
     detached = {
         id(value): value.detach()
         for module in model.modules()
-        for value in vars(module).values()
+        for value in tree_leaves(vars(module))  # also in lists
         if isinstance(value, Tensor) and not value.is_leaf
     }
     duplicate = copy.deepcopy(model, detached)

@@ -30,6 +30,7 @@ from torch.utils.data import TensorDataset
 import benchmarks.models
 import whence
 from whence.layers.convolution import Conv2d
+from whence.study import copied
 
 # --- the table: a layer kind, its settings, its input --------------------------------------------
 
@@ -374,6 +375,18 @@ def test_rows_that_are_not_the_positions_of_the_input_are_left_out_by_name() -> 
     assert "(20, 4)" in reasons(scores)["fc"] and "2 examples" in reasons(scores)["fc"]
 
 
+@pytest.mark.parametrize("channels", [2, 3])
+def test_images_one_by_one_are_left_out_by_name(channels: int) -> None:
+    """Also where a batch has as many examples as an image has channels."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.head(m.fc(torch.stack([m.conv(image).sin().mean(1) for image in x])))
+
+    model = small(forward, conv=nn.Conv1d(channels, 4, 2))
+    data = normal(7, channels, 5), normal(3, channels, 5, seed=1)
+    assert "examples of the batch in front" in reasons(check(model, *data, ["conv"]))["conv"]
+
+
 def test_positions_before_examples_in_one_axis_are_left_out_by_name() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         y = torch.tanh(m.fc(x.transpose(0, 1).flatten(0, 1)))
@@ -447,6 +460,30 @@ def test_the_older_normed_weights_are_left_out_by_name(kind: Any) -> None:
         for data, value in ((QUERIES, task.measurements), (ROWS, task.losses))
     )
     np.testing.assert_allclose(scores.values, -(left @ right.T).numpy(), rtol=1e-9)
+
+
+def test_a_recurrent_layer_that_keeps_a_computed_weight_is_left_out_by_name() -> None:
+    """It is in a list of the layer, from its last forward pass."""
+
+    layer = nn.LSTM(4, 4, batch_first=True)
+    parametrizations.weight_norm(layer, "weight_hh_l0")
+    model = small(lambda m, x: m.head(m.fc(m.layer(x)[0].sum(1))), layer=layer)
+    model(normal(2, 3, 4).tensors[0])
+    left_out = ["layer", "layer.parametrizations.weight_hh_l0"]
+    data = normal(7, 5, 4), normal(3, 5, 4, seed=1)
+    scores = check(model, *data, left_out, twin=copied(model))
+    assert "Batching rule not implemented" in reasons(scores)["layer"]
+
+
+def test_a_lazy_layer_that_has_no_values_is_refused() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"0\.weight has no values yet.*call the model"):
+        once(lazy)
+    whole = copy.deepcopy(lazy)
+    whole(torch.zeros(1, 4))
+    with pytest.raises(ValueError, match="lazy layer"):
+        whence.Study(lazy, Waves(), normal(7, 4), once(whole))
+    check(whole.double(), normal(7, 4), normal(3, 4, seed=1))
 
 
 def test_a_model_that_keeps_an_activation_of_its_last_training_step() -> None:

@@ -15,7 +15,8 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch._C._functorch import is_batchedtensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -135,6 +136,8 @@ class TrackedLayer:
         uses: the modules. Several share the parameters; a lookup and a matrix may share a weight.
         shared: whether each call has one output for all examples of a batch (a table of positions),
             and of which shape: "row", one row of the batch; "free", any (biases of attention).
+        idle: whether the model's outputs do not depend on some of its calls, such as those from
+            which DoRA computes a norm. They are left out.
     """
 
     name: str
@@ -142,6 +145,7 @@ class TrackedLayer:
     bias: str | None
     uses: list[tuple[nn.Module, Kind]] = field(default_factory=list)
     shared: Literal["row", "free"] | None = None
+    idle: bool = False
 
     @property
     def individual(self) -> bool:
@@ -225,6 +229,7 @@ class _Call:
     edge: GradientEdge
     shape: Sequence[int]  # of the output
     order: int
+    misshapen: bool  # whether its input has not one part for each example
     places: Places | None = None
 
 
@@ -261,6 +266,7 @@ class Tape:
         self.model, self.layers, self.examples, self.n = model, layers, examples, examples * rows
         self.calls: dict[str, list[_Call]] = {layer.name: [] for layer in layers}
         self._failures: dict[str, str] = {}
+        self.nested: set[str] = set()  # layers called by a module that is computed with copies
         self._lengths: set[int] = set()  # second axes of what the model is given
         self._count = 0
 
@@ -317,6 +323,9 @@ class Tape:
 
     def _hook(self, layer: TrackedLayer, kind: Kind) -> Any:
         def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+            if any(isinstance(x, Tensor) and is_batchedtensor(x) for x in inputs):
+                self.nested.add(layer.name)
+                return None
             if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
                 self._failures[layer.name] = "it is not called with one tensor, or returns none"
                 return None
@@ -390,12 +399,14 @@ class Tape:
         output: Tensor,
         places: Places | None = None,
     ) -> None:
+        x = x.in_batch() if isinstance(x, OnePerExample) else x
         # an in-place operation on a view rewires the view, but never the node of its base
         base = output._base if output._is_view() else None
         whole = base is not None and base.requires_grad and base.numel() == output.numel()
         edge = get_gradient_edge(base if base is not None and whole else output)
         shape = output.shape if len(output) == len(x) else (*x.shape[:2], *output.shape[1:])
-        call = _Call(module, kind, x, x._version, edge, shape, self._count, places)
+        fits = x.dim() >= kind.axes(module) and len(x) in (self.n, self.examples)
+        call = _Call(module, kind, x, x._version, edge, shape, self._count, not fits, places)
         self._count += 1
         self.calls[layer.name].append(call)
 
@@ -406,17 +417,24 @@ class Tape:
         calls = self.calls[layer.name]
         if not calls:
             return "its forward is never called (unused, or its weight is used directly)"
-        lengths = self.n, self.examples
-        shapes = [
-            tuple(c.x.shape) for c in calls if c.x.dim() < _least(c.kind) or len(c.x) not in lengths
-        ]
-        if shapes:
-            return (
-                f"its input {shapes[0]} does not have the {self.n} examples of the batch in front"
-            )
+        misshapen = [call for call in calls if call.misshapen]
+        if misshapen and not (layer.idle and len(misshapen) < len(calls)):
+            return self._misshapen(misshapen[0])
         if any(call.x._version != call.version for call in calls):
             return "its input is changed in place after it is read"
         return None
+
+    def _misshapen(self, call: _Call) -> str:
+        return (
+            f"its input {tuple(call.x.shape)} does not have the {self.n} examples of the batch in "
+            "front"
+        )
+
+    def idle(self, outputs: Tensor, layers: Sequence[TrackedLayer]) -> set[TrackedLayer]:
+        """Layers of which the outputs depend on some calls, and not on others."""
+        nodes = set() if outputs.grad_fn is None else _nodes_under(outputs.grad_fn)
+        reached = {k: {call.edge.node in nodes for call in self.calls[k.name]} for k in layers}
+        return {layer for layer, values in reached.items() if len(values) == 2}
 
     def check(self) -> None:
         """Refuse a layer whose calls cannot be used."""
@@ -463,7 +481,19 @@ class Tape:
         mask = None if mask is None or bool(mask.all()) else mask
         for layer in self.layers:
             its_calls = [(call, gradients.pop(id(call))) for call in self.calls[layer.name]]
-            yield layer, self._factors(layer, its_calls, mask)
+            reached = self._reached(layer, its_calls) if layer.idle else its_calls
+            yield layer, self._factors(layer, reached, mask)
+
+    def _reached(
+        self, layer: TrackedLayer, calls: Sequence[tuple[_Call, Tensor | None]]
+    ) -> Sequence[tuple[_Call, Tensor | None]]:
+        """The calls that the output depends on; if there are none, those of the examples."""
+        reached = [pair for pair in calls if pair[1] is not None]
+        reached = reached or [pair for pair in calls if not pair[0].misshapen]
+        misshapen = [call for call, _ in reached if call.misshapen]
+        if misshapen:
+            raise InvalidInput(f"layer {layer.name}: {self._misshapen(misshapen[0])}")
+        return reached
 
     def _factors(
         self, layer: TrackedLayer, calls: Sequence[tuple[_Call, Tensor | None]], mask: Tensor | None
@@ -502,6 +532,16 @@ class Tape:
         return factors
 
 
+def _nodes_under(node: Node) -> set[Node]:
+    """The graph that a backward pass from this node goes through."""
+    nodes, ahead = {node}, [node]
+    while ahead:
+        further = {below for below, _ in ahead.pop().next_functions if below is not None} - nodes
+        nodes |= further
+        ahead += further
+    return nodes
+
+
 def _inputs_of(
     parts: Callable[[], Sequence[Sequence[Any]]], block: ParameterBlock, examples: int
 ) -> Any:
@@ -514,11 +554,6 @@ def _folded(x: Any, examples: int) -> Any:
     if len(x) == examples:
         return x
     return x.folded(examples) if isinstance(x, Rows) else x.reshape(examples, -1, *x.shape[2:])
-
-
-def _least(kind: Kind) -> int:
-    """Dimensions that an input has at least: examples, and channels unless it is row numbers."""
-    return 1 if kind.form == "lookup" else 2
 
 
 def _repeated(y: Tensor, n: int, whole: bool) -> Tensor:
@@ -545,7 +580,7 @@ def _of_call(call: _Call, s: Outputs, mask: Tensor | None, block: int) -> Tensor
     """The positions (n, t) of one call that exist."""
     if call.places is not None:
         return call.places.mask(block, mask)
-    described = call.x.dim() == _least(call.kind) + 1
+    described = call.x.dim() == (2 if call.kind.form == "lookup" else 3)
     if mask is not None and described and call.x.shape[:2] == mask.shape == s.shape[:2]:
         return mask
     return call.x.new_ones(s.shape[:2])
