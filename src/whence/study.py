@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from whence.data import Batches, Collate, place, structure
@@ -98,7 +99,8 @@ class Study:
         self.device = next(given[self.stages[-1]].parameters(), torch.zeros(())).device
         self.models = {k: unsharded(m) for k, m in given.items()}
         for one in self.models.values():
-            refuse_lazy(dict(one.named_parameters()))
+            if any(map(is_lazy, one.parameters())):
+                refuse_lazy(dict(one.named_parameters()))
             for name, parameter in one.named_parameters():
                 if parameter.is_complex():
                     raise InvalidInput(

@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -575,11 +576,29 @@ def test_called_where_gradients_are_switched_off() -> None:
     )
 
 
-def test_gradient_checkpointing() -> None:
-    model = small(
-        lambda m, x: m.head(checkpoint(lambda y: torch.tanh(m.fc(y)), x, use_reentrant=False))
-    )
-    check(model, ROWS, QUERIES)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [None, nn.PReLU, partial(nn.GRUCell, 4, 4)])
+def test_gradient_checkpointing(inside: Any, reentrant: bool) -> None:
+    """Also of layers whose forward is computed in another way during a forward pass only."""
+
+    def made(checkpointed: bool) -> nn.Module:
+        def part(m: Any, y: Tensor) -> Tensor:
+            return torch.tanh(m.inside(m.fc(y)))
+
+        def forward(m: Any, x: Tensor) -> Tensor:
+            y = m.first(x)
+            again = partial(checkpoint, use_reentrant=reentrant) if checkpointed else _call
+            return m.head(again(partial(part, m), y))
+
+        torch.manual_seed(0)
+        layer = nn.Identity() if inside is None else inside()
+        return small(forward, inside=layer, first=nn.Linear(4, 4))
+
+    check(made(True), ROWS, QUERIES, twin=made(False))
+
+
+def _call(function: Any, x: Tensor) -> Tensor:
+    return function(x)
 
 
 def test_a_detached_layer_scores_nothing() -> None:

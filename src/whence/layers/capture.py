@@ -8,6 +8,7 @@ parameter gradient is ever computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import pairwise
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
+from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -275,7 +277,8 @@ class Tape:
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._functional: dict[int, tuple[TrackedLayer, Kind, nn.Module]] = {}
         notes: dict[nn.Module, _Notes] = {}
-        self._linear = F.linear
+        self._linear, self._direct = F.linear, without_checkpoints()
+        self._direct.__enter__()
         self._handles.append(
             self.model.register_forward_pre_hook(self._see_lengths, with_kwargs=True)
         )
@@ -306,6 +309,7 @@ class Tape:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._direct.__exit__(None, None, None)
         if self._functional:
             F.linear = self._linear
         for handle in self._handles:
@@ -530,6 +534,36 @@ class Tape:
             count = len(calls) if alike else 0
             factors.append(LayerFactors(block, a, s, its_mask, shortcut, count, places))
         return factors
+
+
+class _Called:
+    """What checkpoints with `use_reentrant=True` use, without recomputation."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _once(*_: Any, **__: Any) -> Iterator[None]:
+    """What other checkpoints do before and after a call, without recomputation."""
+    yield
+
+
+CHECKPOINTS = {"CheckpointFunction": _Called, "_checkpoint_without_reentrant_generator": _once}
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Call what `torch.utils.checkpoint` would compute again in the backward pass. By then, what is
+    put into the model for a forward pass is gone. Layer inputs are kept anyway."""
+    before = {name: getattr(checkpointing, name) for name in CHECKPOINTS}
+    try:
+        for name, plain in CHECKPOINTS.items():
+            setattr(checkpointing, name, plain)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(checkpointing, name, value)
 
 
 def _nodes_under(node: Node) -> set[Node]:
