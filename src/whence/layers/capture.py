@@ -409,7 +409,11 @@ class Tape:
         whole = base is not None and base.requires_grad and base.numel() == output.numel()
         edge = get_gradient_edge(base if base is not None and whole else output)
         shape = output.shape if len(output) == len(x) else (*x.shape[:2], *output.shape[1:])
-        fits = x.dim() >= kind.axes(module) and len(x) in (self.n, self.examples)
+        # examples, and channels; a convolution also takes one image, without the first
+        axes = 1 if kind.form == "lookup" else 2
+        if kind.channels_first:
+            axes = max(axes, layer.parameters()[layer.weight].dim())
+        fits = x.dim() >= axes and len(x) in (self.n, self.examples)
         call = _Call(module, kind, x, x._version, edge, shape, self._count, not fits, places)
         self._count += 1
         self.calls[layer.name].append(call)

@@ -21,15 +21,9 @@ from whence.layers.shifted import add_shifted_gram, patch_sums
 MIN_CHANNELS = 16  # from here on, many small products are faster than one large one
 
 
-class Spatial(Kind):
+class Convolution(Kind):
     channels_first = True
 
-    def axes(self, module: Any) -> int:
-        """Those of a batch: a module also takes one image, without the first."""
-        return int(module.weight.dim())
-
-
-class Convolution(Spatial):
     def shape(self, module: Any) -> tuple[int, int, int]:
         o = module.out_channels
         return module.groups, o // module.groups, module.weight.numel() // o
@@ -65,9 +59,10 @@ class Conv2d(Convolution):
         return patch_sums(image)
 
 
-class Transposed(Spatial):
+class Transposed(Kind):
     """Output gradients are patches, (place in the kernel, channel); inputs are pixels."""
 
+    channels_first = True
     bias_column = False
 
     def shape(self, module: Any) -> tuple[int, int, int]:

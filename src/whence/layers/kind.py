@@ -127,10 +127,6 @@ class Kind:
         o, i = module._parameters[self.attributes[0]].shape
         return 1, o, i
 
-    def axes(self, module: Any) -> int:
-        """Axes that an input has at least: examples, and channels unless it is row numbers."""
-        return 1 if self.form == "lookup" else 2
-
     def inputs(self, module: Any, x: Tensor) -> Sequence[Tensor | Rows]:
         """`a` of each block: (n, t, i), or `Rows` of a lookup. Middle axes of x are positions."""
         return [x.reshape(len(x), -1, x.shape[-1])]
