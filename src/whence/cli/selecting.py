@@ -50,11 +50,11 @@ def audit(
     write_bytes(out, csv_lines([list(table), *rows], "\r\n").encode("utf-8", "replace"))
     differ = sum(bool(d) for d in table["differs"])
     most = sum(bool(d) for d in table["differs"][: len(rows) // 20])
-    text = f"{out}: {len(rows):,} examples. The model predicts another label for {differ:,}"
-    return Answer(
-        {"path": out, "examples": len(rows), "differ": differ},
-        f"{text}, of which {most:,} are among the most suspicious 5 %",
-    )
+    text = f"{out}: {len(rows):,} examples"
+    if any(d is not None for d in table["differs"]):  # of a classification
+        text += f". The model predicts another label for {differ:,}, of which {most:,} are among "
+        text += "the most suspicious 5 %"
+    return Answer({"path": out, "examples": len(rows), "differ": differ}, text)
 
 
 @command(resumes=True, options=compute_options, only=TRAINING)
