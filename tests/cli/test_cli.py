@@ -933,6 +933,11 @@ def test_data_is_selected_and_compared_with_chance(
     shown = capsys.readouterr().out
     assert "as many at random" in shown and "did not choose" in shown
     assert answered(line, capsys)["measured"] == answer["measured"]
-    for wrong, message in (("", "--drop or --keep"), ("--drop many", "--drop many")):
+    for wrong, message in (
+        ("", "--drop or --keep"),
+        ("--drop many", "--drop many"),
+        ("--drop 100%", "between 0 % and 100 %"),
+        ("--keep 0%", "between 0 % and 100 %"),
+    ):
         assert typed(f"select study.py scores {wrong}") == 2
         assert message in capsys.readouterr().err

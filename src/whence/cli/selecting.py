@@ -141,7 +141,11 @@ def _amount(option: str, text: str | None) -> float | None:
         value = float(text.removesuffix("%"))
     except ValueError:
         raise CommandError(f"{option} {text}: give a number or a share, such as 100, 5%") from None
-    return value / 100 if text.endswith("%") else value
+    if not text.endswith("%"):
+        return value
+    if not 0 < value < 100:  # 100 % is 1.0, which would be one example
+        raise CommandError(f"{option} {text}: give a share between 0 % and 100 %")
+    return value / 100
 
 
 def _duplicates(shown: StudyExamples, stage: str | None) -> list[int]:
