@@ -424,7 +424,10 @@ class Tape:
             return self._failures[layer.name]
         calls = self.calls[layer.name]
         if not calls:
-            return "its forward is never called (unused, or its weight is used directly)"
+            return (
+                "its forward is never called for the examples that are tried (unused, or its "
+                "weight is used directly)"
+            )
         misshapen = [call for call in calls if call.misshapen]
         if misshapen and not (layer.idle and len(misshapen) < len(calls)):
             return self._misshapen(misshapen[0])
