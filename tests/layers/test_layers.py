@@ -388,6 +388,26 @@ def test_images_one_by_one_are_left_out_by_name(channels: int) -> None:
     assert "examples of the batch in front" in reasons(check(model, *data, ["conv"]))["conv"]
 
 
+def test_windows_that_are_not_in_the_order_of_examples_are_left_out_by_name() -> None:
+    """Windows of the same place together, or only some windows of each example."""
+
+    def places_first(m: Any, x: Tensor) -> Tensor:
+        windows = x.view(len(x), 3, 2, 4).transpose(0, 1)
+        y = torch.tanh(m.fc(windows.reshape(-1, 2, 4))).view(windows.shape)
+        return m.head(y.transpose(0, 1).flatten(1, 2)).sum(1)
+
+    def some(m: Any, x: Tensor) -> Tensor:
+        windows = x.reshape(-1, 2, 4)
+        chosen = windows[:, 0, 0] > 0.5
+        y = windows.masked_scatter(chosen[:, None, None], torch.tanh(m.fc(windows[chosen])))
+        return m.head(y.view(x.shape)).sum(1)
+
+    data = normal(7, 6, 4), normal(3, 6, 4, seed=1)
+    scores = check(small(places_first), *data, ["fc"])
+    assert "gradient is not that of its calls" in reasons(scores)["fc"]
+    check(small(some), *data, ["fc"])
+
+
 def test_positions_before_examples_in_one_axis_are_left_out_by_name() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         y = torch.tanh(m.fc(x.transpose(0, 1).flatten(0, 1)))

@@ -159,6 +159,19 @@ class OneAxis(nn.Module):
         return self.head(y.view(*x.shape[:-1], -1)).sin().sum(1)
 
 
+class Windows(nn.Module):
+    """As Swin: each example is cut into windows, which are rows of a layer's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.head = nn.LayerNorm(SIZE), nn.Linear(SIZE, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = x.reshape(-1, 2, SIZE)
+        y = torch.tanh(self.mix(self.norm(windows))).cumsum(1)
+        return self.head(y.view(*x.shape[:-1], -1)).sin().sum(1)
+
+
 class Relative(nn.Module):
     """As T5's attention: a table of biases by distance, which all examples share."""
 
@@ -232,6 +245,7 @@ NORMS: Table = {
     "parameters of every shape": (Clip, normal, (5, SIZE)),
     "parameters as matrices": (Bottleneck, normal, (5, SIZE)),
     "tokens of all examples in one axis": (OneAxis, normal, (5, SIZE)),
+    "windows": (Windows, normal, (6, SIZE)),
     "biases of attention": (Relative, normal, (5, SIZE)),
 }
 

@@ -140,6 +140,8 @@ class TrackedLayer:
             and of which shape: "row", one row of the batch; "free", any (biases of attention).
         idle: whether the model's outputs do not depend on some of its calls, such as those from
             which DoRA computes a norm. They are left out.
+        windows: how many rows of its input each example has, one after another: windows of an
+            image.
     """
 
     name: str
@@ -148,6 +150,7 @@ class TrackedLayer:
     uses: list[tuple[nn.Module, Kind]] = field(default_factory=list)
     shared: Literal["row", "free"] | None = None
     idle: bool = False
+    windows: int = 1
 
     @property
     def individual(self) -> bool:
@@ -231,7 +234,7 @@ class _Call:
     edge: GradientEdge
     shape: Sequence[int]  # of the output
     order: int
-    misshapen: bool  # whether its input has not one part for each example
+    windows: int  # rows of its input that each example has, or 0 if that is not known
     places: Places | None = None
 
 
@@ -413,8 +416,10 @@ class Tape:
         axes = 1 if kind.form == "lookup" else 2
         if kind.channels_first:
             axes = max(axes, layer.parameters()[layer.weight].dim())
-        fits = x.dim() >= axes and len(x) in (self.n, self.examples)
-        call = _Call(module, kind, x, x._version, edge, shape, self._count, not fits, places)
+        windows = int(x.dim() >= axes and len(x) in (self.n, self.examples))
+        if not windows and x.dim() > 2 and not kind.channels_first and len(x) % self.n == 0:
+            windows = len(x) // self.n
+        call = _Call(module, kind, x, x._version, edge, shape, self._count, windows, places)
         self._count += 1
         self.calls[layer.name].append(call)
 
@@ -428,7 +433,7 @@ class Tape:
                 "its forward is never called for the examples that are tried (unused, or its "
                 "weight is used directly)"
             )
-        misshapen = [call for call in calls if call.misshapen]
+        misshapen = [call for call in calls if call.windows not in (1, layer.windows)]
         if misshapen and not (layer.idle and len(misshapen) < len(calls)):
             return self._misshapen(misshapen[0])
         if any(call.x._version != call.version for call in calls):
@@ -446,6 +451,11 @@ class Tape:
         nodes = set() if outputs.grad_fn is None else _nodes_under(outputs.grad_fn)
         reached = {k: {call.edge.node in nodes for call in self.calls[k.name]} for k in layers}
         return {layer for layer, values in reached.items() if len(values) == 2}
+
+    def windows(self, layer: TrackedLayer) -> int:
+        """Rows that each example has in all inputs of a layer; 1 if they are not alike."""
+        numbers = {call.windows for call in self.calls[layer.name]}
+        return max(1, *numbers) if len(numbers) == 1 else 1
 
     def check(self) -> None:
         """Refuse a layer whose calls cannot be used."""
@@ -500,8 +510,9 @@ class Tape:
     ) -> Sequence[tuple[_Call, Tensor | None]]:
         """The calls that the output depends on; if there are none, those of the examples."""
         reached = [pair for pair in calls if pair[1] is not None]
-        reached = reached or [pair for pair in calls if not pair[0].misshapen]
-        misshapen = [call for call, _ in reached if call.misshapen]
+        fitting = 1, layer.windows
+        reached = reached or [pair for pair in calls if pair[0].windows in fitting]
+        misshapen = [call for call, _ in reached if call.windows not in fitting]
         if misshapen:
             raise InvalidInput(f"layer {layer.name}: {self._misshapen(misshapen[0])}")
         return reached

@@ -324,6 +324,14 @@ def _usable(
     for layer in layers:
         layer.shared = tape.shared(layer) if layer in called else None
         layer.idle = layer in idle
+    several = [k for k in called if any(call.windows > 1 for call in tape.calls[k.name])]
+    cut = [layer for layer in several if tape.windows(layer) > 1]
+    for one in batches[1:] if cut else []:
+        with torch.enable_grad(), Tape(model, cut, batch_length(one), task.rows(one)) as again:
+            task.outputs(model, one)
+        cut = [layer for layer in cut if again.windows(layer) == tape.windows(layer)]
+    for layer in cut:
+        layer.windows = tape.windows(layer)
     called = [layer for layer in called if not layer.individual]
     rejected = _rejected(model, task, batches, [x for x in layers if x.individual], called)
     usable = []
