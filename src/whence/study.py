@@ -161,11 +161,13 @@ class Study:
                     what, "torch.nn.Module"
                 )
                 raise InvalidType(f"{what} must be a {name}, not {type(value).__name__} {value!r}")
-            if isinstance(value, torch.jit.ScriptModule):
-                raise InvalidType(
-                    "model is a torch.jit.ScriptModule, whose layers cannot be seen: give the "
-                    "module that was scripted or traced; its parameters have the same names"
-                )
+            for path, module in value.named_modules() if isinstance(value, nn.Module) else ():
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise InvalidType(
+                        f"{path or 'model'} is a torch.jit.ScriptModule, whose layers cannot be "
+                        "seen: give the module that was scripted or traced; its parameters have "
+                        "the same names"
+                    )
         return by_stage
 
     def _check(self, run: Run) -> None:

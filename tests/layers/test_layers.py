@@ -496,6 +496,18 @@ def test_a_recurrent_layer_that_keeps_a_computed_weight_is_left_out_by_name() ->
     assert "Batching rule not implemented" in reasons(scores)["layer"]
 
 
+def test_a_scripted_layer_is_refused_by_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    for model, name in (
+        (small(lambda m, x: m.head(m.fc(x)), fc=scripted), "fc"),
+        (scripted, "mod"),
+    ):
+        with pytest.raises(TypeError, match=rf"{name}.* is a torch.jit.ScriptModule"):
+            whence.Study(model, Waves(), ROWS, once(model))
+
+
 def test_a_lazy_layer_that_has_no_values_is_refused() -> None:
     lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
     with pytest.raises(ValueError, match=r"0\.weight has no values yet.*call the model"):

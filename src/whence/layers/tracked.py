@@ -139,7 +139,7 @@ def find(
     if not verified:
         raise InvalidInput(
             "no layer of the model can be tracked: "
-            + "; ".join(f"{k}: {v}" for k, v in reasons.items())
+            + ("; ".join(f"{k}: {v}" for k, v in reasons.items()) or "it has no parameters")
         )
     total, n = sum(p.numel() for p in model.parameters()), batch_length(batch)
     excluded, updated = _excluded(model, verified, reasons)
