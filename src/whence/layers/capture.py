@@ -293,7 +293,8 @@ class Tape:
                 if kind.seen == "product":
                     self._functional[id(weight)] = layer, kind, module
                 elif kind.seen == "call":
-                    self._handles.append(module.register_forward_hook(self._hook(layer, kind)))
+                    hook = self._hook(layer, kind)
+                    self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
                 elif kind.seen == "copies":
                     each = weight.expand(self.n, *weight.shape)
                     self._note(layer, kind, module, weight.new_ones(self.n, 1), each)
@@ -329,19 +330,22 @@ class Tape:
         vars(module)[attribute] = value
 
     def _hook(self, layer: TrackedLayer, kind: Kind) -> Any:
-        def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-            if any(isinstance(x, Tensor) and is_batchedtensor(x) for x in inputs):
-                self.nested.add(layer.name)
-                return None
-            if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
+        def note(
+            module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
+        ) -> Any:
+            x = next(iter([*inputs, *named.values()]), None)
+            if not isinstance(x, Tensor) or not isinstance(output, Tensor):
                 self._failures[layer.name] = "it is not called with one tensor, or returns none"
+                return None
+            if is_batchedtensor(x):
+                self.nested.add(layer.name)
                 return None
             if not output.requires_grad:
                 self._failures[layer.name] = (
                     "it is called without gradients (torch.no_grad in the model?)"
                 )
                 return None
-            x = inputs[0].detach()
+            x = x.detach()
             if layer.shared:  # from here on, each example has an output of its own
                 whole = layer.shared == "free" or x.dim() == 1
                 x, output = (_repeated(y, self.n, whole) for y in (x, output))
