@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from whence.data import Batches, Collate, place, structure
 from whence.errors import InvalidInput, InvalidType
@@ -32,7 +34,12 @@ from whence.persist.cache import FactorCache, shared
 from whence.persist.files import as_path
 from whence.persist.identity import class_sha256, model_sha256, setting_sha256, sha256_of
 from whence.run import Run, RunError
-from whence.run.checkpoint import architecture_sha256, same_weights, weights_sha256
+from whence.run.checkpoint import (
+    architecture_sha256,
+    refuse_lazy,
+    same_weights,
+    weights_sha256,
+)
 from whence.run.evidence import RARE_CLIPPING, Draws, clipped_at_most, distance_from_final
 from whence.table import Table, listed, one_line
 from whence.task import IGNORED, Task
@@ -92,6 +99,8 @@ class Study:
         self.device = next(given[self.stages[-1]].parameters(), torch.zeros(())).device
         self.models = {k: unsharded(m) for k, m in given.items()}
         for network in self.models.values():
+            if any(map(is_lazy, network.parameters())):
+                refuse_lazy(dict(network.named_parameters()))
             for name, parameter in network.named_parameters():
                 if parameter.is_complex():
                     raise InvalidInput(
@@ -152,11 +161,13 @@ class Study:
                     what, "torch.nn.Module"
                 )
                 raise InvalidType(f"{what} must be a {name}, not {type(value).__name__} {value!r}")
-            if isinstance(value, torch.jit.ScriptModule):
-                raise InvalidType(
-                    "model is a torch.jit.ScriptModule, whose layers cannot be seen: give the "
-                    "module that was scripted or traced; its parameters have the same names"
-                )
+            for path, module in value.named_modules() if isinstance(value, nn.Module) else ():
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise InvalidType(
+                        f"{path or 'model'} is a torch.jit.ScriptModule, whose layers cannot be "
+                        "seen: give the module that was scripted or traced; its parameters have "
+                        "the same names"
+                    )
         return by_stage
 
     def _check(self, run: Run) -> None:
@@ -329,7 +340,8 @@ class Study:
                 if scope != "model":
                     unrecorded = evidence.untrained(stage, original)
                     updates = Updates(evidence.trained, run.same_rates, unrecorded)
-                tracked = find(loaded.model, task, several, choose, updates)
+                single = place(data.take([0]), device, dtype)
+                tracked = find(loaded.model, task, several, choose, updates, single)
                 separation.check_gradients(tracked.layers, compared[:GRADIENTS_COMPARED])
                 last = next(iter(tracked_of.values()), tracked)
                 tracked_of[pair] = tracked.shared_with(last) if scope == "query" else tracked
@@ -499,7 +511,7 @@ def copied(model: nn.Module) -> nn.Module:
     detached = {
         id(value): value.detach()
         for module in model.modules()
-        for value in vars(module).values()
+        for value in tree_leaves(vars(module))  # also in lists
         if isinstance(value, Tensor) and not value.is_leaf
     }
     duplicate = copy.deepcopy(model, detached)

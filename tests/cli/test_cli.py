@@ -858,6 +858,10 @@ def test_text_in_a_csv_file_is_not_a_formula() -> None:
     from whence.present.ranking import csv_lines
 
     assert csv_lines([["=1+1", -1.5, "a,b"]]) == '\'=1+1,-1.5,"a,b"\n'
+    for text in ("+1+1", "-2+3|cmd", "@SUM(A1)", "\t=1", "\n=1", " =1", "＝1+1"):
+        assert csv_lines([[text]]).strip('"\n').startswith("'"), text
+    for label in ("-0.3999", "+1", "-1e-3", "a=b", "x -1"):  # numbers, and no formulas
+        assert csv_lines([[label]]) == f"{label}\n"
 
 
 def test_what_if(small_with_scores: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -929,6 +933,11 @@ def test_data_is_selected_and_compared_with_chance(
     shown = capsys.readouterr().out
     assert "as many at random" in shown and "not used for the choice" in shown
     assert answered(line, capsys)["measured"] == answer["measured"]
-    for wrong, message in (("", "--drop or --keep"), ("--drop many", "--drop many")):
+    for wrong, message in (
+        ("", "--drop or --keep"),
+        ("--drop many", "--drop many"),
+        ("--drop 100%", "between 0 % and 100 %"),
+        ("--keep 0%", "between 0 % and 100 %"),
+    ):
         assert typed(f"select study.py scores {wrong}") == 2
         assert message in capsys.readouterr().err

@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.utils.data import TensorDataset
 import benchmarks.models
 import whence
 from whence.layers.convolution import Conv2d
+from whence.study import copied
 
 # --- the table: a layer kind, its settings, its input --------------------------------------------
 
@@ -374,6 +376,38 @@ def test_rows_that_are_not_the_positions_of_the_input_are_left_out_by_name() -> 
     assert "(20, 4)" in reasons(scores)["fc"] and "2 examples" in reasons(scores)["fc"]
 
 
+@pytest.mark.parametrize("channels", [2, 3])
+def test_images_one_by_one_are_left_out_by_name(channels: int) -> None:
+    """Also where a batch has as many examples as an image has channels."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.head(m.fc(torch.stack([m.conv(image).sin().mean(1) for image in x])))
+
+    model = small(forward, conv=nn.Conv1d(channels, 4, 2))
+    data = normal(7, channels, 5), normal(3, channels, 5, seed=1)
+    assert "examples of the batch in front" in reasons(check(model, *data, ["conv"]))["conv"]
+
+
+def test_windows_that_are_not_in_the_order_of_examples_are_left_out_by_name() -> None:
+    """Windows of the same place together, or only some windows of each example."""
+
+    def places_first(m: Any, x: Tensor) -> Tensor:
+        windows = x.view(len(x), 3, 2, 4).transpose(0, 1)
+        y = torch.tanh(m.fc(windows.reshape(-1, 2, 4))).view(windows.shape)
+        return m.head(y.transpose(0, 1).flatten(1, 2)).sum(1)
+
+    def some(m: Any, x: Tensor) -> Tensor:
+        windows = x.reshape(-1, 2, 4)
+        chosen = windows[:, 0, 0] > 0.5
+        y = windows.masked_scatter(chosen[:, None, None], torch.tanh(m.fc(windows[chosen])))
+        return m.head(y.view(x.shape)).sum(1)
+
+    data = normal(7, 6, 4), normal(3, 6, 4, seed=1)
+    scores = check(small(places_first), *data, ["fc"])
+    assert "gradient is not that of its calls" in reasons(scores)["fc"]
+    check(small(some), *data, ["fc"])
+
+
 def test_positions_before_examples_in_one_axis_are_left_out_by_name() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         y = torch.tanh(m.fc(x.transpose(0, 1).flatten(0, 1)))
@@ -449,6 +483,42 @@ def test_the_older_normed_weights_are_left_out_by_name(kind: Any) -> None:
     np.testing.assert_allclose(scores.values, -(left @ right.T).numpy(), rtol=1e-9)
 
 
+def test_a_recurrent_layer_that_keeps_a_computed_weight_is_left_out_by_name() -> None:
+    """It is in a list of the layer, from its last forward pass."""
+
+    layer = nn.LSTM(4, 4, batch_first=True)
+    parametrizations.weight_norm(layer, "weight_hh_l0")
+    model = small(lambda m, x: m.head(m.fc(m.layer(x)[0].sum(1))), layer=layer)
+    model(normal(2, 3, 4).tensors[0])
+    left_out = ["layer", "layer.parametrizations.weight_hh_l0"]
+    data = normal(7, 5, 4), normal(3, 5, 4, seed=1)
+    scores = check(model, *data, left_out, twin=copied(model))
+    assert "Batching rule not implemented" in reasons(scores)["layer"]
+
+
+def test_a_scripted_layer_is_refused_by_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    for model, name in (
+        (small(lambda m, x: m.head(m.fc(x)), fc=scripted), "fc"),
+        (scripted, "mod"),
+    ):
+        with pytest.raises(TypeError, match=rf"{name}.* is a torch.jit.ScriptModule"):
+            whence.Study(model, Waves(), ROWS, once(model))
+
+
+def test_a_lazy_layer_that_has_no_values_is_refused() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"0\.weight has no values yet.*call the model"):
+        once(lazy)
+    whole = copy.deepcopy(lazy)
+    whole(torch.zeros(1, 4))
+    with pytest.raises(ValueError, match="lazy layer"):
+        whence.Study(lazy, Waves(), normal(7, 4), once(whole))
+    check(whole.double(), normal(7, 4), normal(3, 4, seed=1))
+
+
 def test_a_model_that_keeps_an_activation_of_its_last_training_step() -> None:
     """Such as attention weights, for plots."""
 
@@ -506,9 +576,9 @@ def test_a_forward_or_a_hook_put_on_one_layer_is_left_out_by_name() -> None:
     check(model, ROWS, QUERIES, ["fc"])
 
 
-def test_called_by_keyword_is_left_out_by_name() -> None:
+def test_called_by_keyword() -> None:
     model = small(lambda m, x: m.head(torch.tanh(m.fc(input=x))))
-    check(model, ROWS, QUERIES, ["fc"])
+    check(model, ROWS, QUERIES)
 
 
 def test_called_without_gradients_is_left_out_by_name() -> None:
@@ -538,11 +608,29 @@ def test_called_where_gradients_are_switched_off() -> None:
     )
 
 
-def test_gradient_checkpointing() -> None:
-    model = small(
-        lambda m, x: m.head(checkpoint(lambda y: torch.tanh(m.fc(y)), x, use_reentrant=False))
-    )
-    check(model, ROWS, QUERIES)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [None, nn.PReLU, partial(nn.GRUCell, 4, 4)])
+def test_gradient_checkpointing(inside: Any, reentrant: bool) -> None:
+    """Also of layers whose forward is computed in another way during a forward pass only."""
+
+    def made(checkpointed: bool) -> nn.Module:
+        def part(m: Any, y: Tensor) -> Tensor:
+            return torch.tanh(m.inside(m.fc(y)))
+
+        def forward(m: Any, x: Tensor) -> Tensor:
+            y = m.first(x)
+            again = partial(checkpoint, use_reentrant=reentrant) if checkpointed else _call
+            return m.head(again(partial(part, m), y))
+
+        torch.manual_seed(0)
+        layer = nn.Identity() if inside is None else inside()
+        return small(forward, inside=layer, first=nn.Linear(4, 4))
+
+    check(made(True), ROWS, QUERIES, twin=made(False))
+
+
+def _call(function: Any, x: Tensor) -> Tensor:
+    return function(x)
 
 
 def test_a_detached_layer_scores_nothing() -> None:

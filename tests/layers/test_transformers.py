@@ -876,6 +876,28 @@ def test_adapters_are_tracked_and_what_is_frozen_adds_nothing(peft: Any, make: M
         close(found[0], found[1], exact)
 
 
+def test_dora_and_adapters_of_an_embedding(peft: Any) -> None:
+    """DoRA calls A and B twice: for a norm, of which it takes no gradient, and for its output. A
+    LoRA of an embedding is a table without a module."""
+    task, train, query, collate = case(gpt2)
+    settings = {"target_modules": ["c_attn"], "use_dora": True}
+    model = adapted(peft, **settings).double()
+    magnitudes = [name for name in trained(model) if "magnitude" in name]
+    run = once(model, groups=[trained(model)])
+    left_out = sorted([*left_out_of_adapted(model), *map(of_module, magnitudes)])
+    names = [name for name in trained(model) if name not in magnitudes]
+    assert len(names) == 4
+    data = train, query, left_out, task, collate
+    scores = check(model, *data, names=names, run=run, layers="all")
+    reasons = {part["name"]: part["reason"] for part in scores.excluded}
+    assert "lora_A.default, which is a layer" in reasons[of_module(magnitudes[0])]
+    model = adapted(peft, target_modules=["wte"]).double()
+    adapters, run = trained(model), once(model, groups=[trained(model)])
+    assert len(adapters) == 2
+    data = train, query, left_out_of_adapted(model), task, collate
+    check(model, *data, names=adapters, run=run, layers="all")
+
+
 def test_adapters_of_a_model_in_half_precision(peft: Any) -> None:
     """The frozen model is in bfloat16, as it is usually loaded; the adapters are in float32."""
     task, train, query, collate = case(gpt2)

@@ -18,6 +18,7 @@ from support import models
 from support.comparing import close
 from support.interrupting import interrupt
 from torch import nn
+from torch.utils.checkpoint import checkpoint as recomputed
 from torch.utils.data import Subset, TensorDataset
 
 import whence
@@ -142,6 +143,26 @@ def test_training_again_with_another_weight(name: str, tmp_path: Path) -> None:
     query, study = models.vectors(3, seed=4), studied(tmp_path, smooth(), [stage])
     actual = Unrolled().attribute(study, query, **DOUBLE).values
     close(actual, finite_differences(smooth(), stage, query), 1e-7)
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *between, last = self
+        part = nn.Sequential(*between)
+        return last(recomputed(part, first(x), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant: bool, tmp_path: Path) -> None:
+    """It changes no number; function transforms cannot compute activations again."""
+    plain = smooth()
+    model = Checkpointed(*copy.deepcopy(plain))
+    model.reentrant = reentrant
+    stages, query, found = [one_stage("adamw")], models.vectors(3, seed=1), []
+    for name, each in (("plain", plain), ("again", model)):
+        study = studied(tmp_path / name, each, stages)
+        found.append(Unrolled().attribute(study, query, **DOUBLE).values)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-12)
 
 
 def test_coordinates_without_a_gradient(tmp_path: Path) -> None:

@@ -25,6 +25,15 @@ CPU = torch.device("cpu")
 DRAWS = "mixes examples or draws random numbers"
 ENGINES: dict[str, tuple[str | None, str]] = {
     "RMSNorm of another library": ("vmap", "0 (ScaledRMSNorm) has no stacked form"),
+    "EmbeddingBag, max, padding 1": (None, "0 (EmbeddingBag) has a padding_idx"),
+    "EmbeddingBag, offsets": (None, "an EmbeddingBag has offsets"),
+    "EmbeddingBag, offsets, max": (None, "bag (EmbeddingBag) has a padding_idx"),
+    "EmbeddingBag, offsets and weights": (None, "an EmbeddingBag has offsets"),
+    "LSTM that begins with trained states": ("vmap", "the model (Begins) has no stacked form"),
+    "GRU that begins with a trained state": ("vmap", "the model (Begins) has no stacked form"),
+    "a parametrization with parameters": ("vmap", "0 (ParametrizedLinear) has no stacked form"),
+    "a table with a parametrization": ("vmap", "(ParametrizationList) has no stacked form"),
+    "a table without a module": (None, "the gradient of table is different"),  # by its padding
     "class token and positions": ("vmap", "the model (Picture) has no stacked form"),
     "parameters of every shape": ("vmap", "the model (Clip) has no stacked form"),
     "parameters as matrices": ("vmap", "the model (Bottleneck) has no stacked form"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import TensorDataset
 
 from support import models
@@ -92,6 +92,36 @@ class TwoNumbers(nn.Module):
         return self.head(torch.tanh(self.table(x).sum(1)) * self.table(x.flip(1)[:, :2]).sum(1))
 
 
+class Bags(nn.Module):
+    """Bags of all sizes, one after another, two for each example; rows have weights."""
+
+    def __init__(self, weighted: bool = False, **settings: Any) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(VOCABULARY, SIZE, **settings)
+        self.head, self.weighted = nn.Linear(2 * SIZE, 2), weighted
+
+    def forward(self, x: Tensor) -> Tensor:
+        bags = [row[:size] for row in x for size in (int(row[0]) % 4, 2)]  # some are empty
+        ids, starts = torch.cat(bags), torch.tensor([0] + [len(bag) for bag in bags]).cumsum(0)
+        starts = starts if self.bag.include_last_offset else starts[:-1]
+        weights = (ids + 1).to(self.head.weight).sin() if self.weighted else None
+        return self.head(torch.tanh(self.bag(ids, starts, weights)).view(len(x), -1))
+
+
+class ByFunction(nn.Module):
+    """A table that is no module, as LoRA's for embeddings, beside parts that are never reached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Parameter(torch.randn(SIZE, VOCABULARY)), nn.Linear(SIZE, SIZE)
+        self.head = nn.Linear(SIZE, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.embedding(x, self.table.T, padding_idx=-2)
+        norm = self.mix(torch.eye(SIZE).to(y)).detach().norm()  # as DoRA
+        return self.head(torch.tanh(self.mix(y) / norm).sum(1))
+
+
 class TiedWithBias(nn.Module):
     """A head that is tied to an embedding, and has a bias of its own (BERT)."""
 
@@ -126,6 +156,19 @@ class OneAxis(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.mix(self.norm(x.reshape(-1, x.shape[-1]))))
+        return self.head(y.view(*x.shape[:-1], -1)).sin().sum(1)
+
+
+class Windows(nn.Module):
+    """As Swin: each example is cut into windows, which are rows of a layer's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.head = nn.LayerNorm(SIZE), nn.Linear(SIZE, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = x.reshape(-1, 2, SIZE)
+        y = torch.tanh(self.mix(self.norm(windows))).cumsum(1)
         return self.head(y.view(*x.shape[:-1], -1)).sin().sum(1)
 
 
@@ -174,6 +217,14 @@ LOOKUPS: Table = {
         for mode in ("sum", "mean")
         for padding in (None, 1)
     },
+    "EmbeddingBag, max, padding 1": (
+        lambda: headed(nn.EmbeddingBag(6, SIZE, mode="max", padding_idx=1), after=4),
+        ids,
+        (5,),
+    ),
+    "EmbeddingBag, offsets": (lambda: Bags(include_last_offset=True), ids, (5,)),
+    "EmbeddingBag, offsets, max": (lambda: Bags(mode="max", padding_idx=-6), ids, (5,)),
+    "EmbeddingBag, offsets and weights": (lambda: Bags(True, mode="sum"), ids, (5,)),
 }
 NORMS: Table = {
     "LayerNorm": (lambda: headed(nn.LayerNorm(SIZE), after=20), normal, (5, SIZE)),
@@ -194,6 +245,7 @@ NORMS: Table = {
     "parameters of every shape": (Clip, normal, (5, SIZE)),
     "parameters as matrices": (Bottleneck, normal, (5, SIZE)),
     "tokens of all examples in one axis": (OneAxis, normal, (5, SIZE)),
+    "windows": (Windows, normal, (6, SIZE)),
     "biases of attention": (Relative, normal, (5, SIZE)),
 }
 
@@ -274,6 +326,21 @@ class Sequential(nn.Module):
         return self.head(torch.cat([y.sin().sum(1), end.transpose(0, 1).flatten(1)], 1))
 
 
+class Begins(nn.Module):
+    """A recurrent layer, and a cell, that begin with trained states."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.cell, self.head = layer, nn.GRUCell(3, 2), nn.Linear(6, 2)
+        self.states = nn.ParameterList([nn.Parameter(torch.randn(2, 1, 2)) for _ in range(2)])
+        self.start = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, c = (state.expand(-1, len(x), -1).contiguous() for state in self.states)
+        y, _ = self.layer(x, (h, c) if isinstance(self.layer, nn.LSTM) else h * c)
+        return self.head(torch.cat([y[:, -1], self.cell(x[:, 0], self.start.expand(len(x), 2))], 1))
+
+
 class Stepwise(nn.Module):
     """A cell, called step by step."""
 
@@ -305,6 +372,16 @@ RECURRENT: Table = {
     "GRU, packed, given a state": recurrent(lambda: nn.GRU(3, 2), packed=True, state=True),
     "RNN": recurrent(lambda: nn.RNN(3, 2, batch_first=True)),
     "RNN, relu": recurrent(lambda: nn.RNN(3, 2, nonlinearity="relu", bias=False)),
+    "LSTM that begins with trained states": (
+        lambda: Begins(nn.LSTM(3, 2, bidirectional=True, batch_first=True)),
+        normal,
+        (4, 3),
+    ),
+    "GRU that begins with a trained state": (
+        lambda: Begins(nn.GRU(3, 2, bidirectional=True, batch_first=True)),
+        normal,
+        (4, 3),
+    ),
     "LSTMCell": ((lambda: Stepwise(nn.LSTMCell(3, 3))), normal, (4, 3)),
     "GRUCell": ((lambda: Stepwise(nn.GRUCell(3, 3, bias=False))), normal, (4, 3)),
     "RNNCell": ((lambda: Stepwise(nn.RNNCell(3, 3))), normal, (4, 3)),
@@ -352,7 +429,34 @@ class Scaled(nn.Module):
         return x * self.scale**power * self.factor
 
 
+class Adapted(nn.Module):
+    """A low-rank update, and scales, as a parametrization that has parameters of its own."""
+
+    def __init__(self, o: int, i: int) -> None:
+        super().__init__()
+        self.A, self.B = nn.Linear(i, 2, bias=False), nn.Parameter(torch.randn(o, 2))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.B @ self.A.weight + self.A(weight).sum()
+
+
+def adapted(layer: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(layer, "weight", Adapted(*layer.weight.shape))
+    return layer
+
+
 COPIED: Table = {
+    "a parametrization with parameters": (
+        lambda: headed(adapted(nn.Linear(4, 3)), after=15),
+        normal,
+        (5, 4),
+    ),
+    "a table with a parametrization": (
+        lambda: headed(adapted(nn.Embedding(6, SIZE)), after=20),
+        ids,
+        (5,),
+    ),
+    "a table without a module": (ByFunction, ids, (5,)),
     "weight norm": (
         lambda: headed(parametrizations.weight_norm(nn.Linear(4, 3)), after=15),
         normal,

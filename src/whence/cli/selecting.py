@@ -50,11 +50,11 @@ def audit(
     write_bytes(out, csv_lines([list(table), *rows], "\r\n").encode("utf-8", "replace"))
     differ = sum(bool(d) for d in table["differs"])
     most = sum(bool(d) for d in table["differs"][: len(rows) // 20])
-    text = f"{out}: {len(rows):,} examples. The model predicts another label for {differ:,}"
-    return Answer(
-        {"path": out, "examples": len(rows), "differ": differ},
-        f"{text}, of which {most:,} are among the most suspicious 5 %",
-    )
+    text = f"{out}: {len(rows):,} examples"
+    if any(d is not None for d in table["differs"]):  # of a classification
+        text += f". The model predicts another label for {differ:,}, of which {most:,} are among "
+        text += "the most suspicious 5 %"
+    return Answer({"path": out, "examples": len(rows), "differ": differ}, text)
 
 
 @command(resumes=True, options=compute_options, only=TRAINING)
@@ -141,7 +141,11 @@ def _amount(option: str, text: str | None) -> float | None:
         value = float(text.removesuffix("%"))
     except ValueError:
         raise CommandError(f"{option} {text}: give a number or a share, such as 100, 5%") from None
-    return value / 100 if text.endswith("%") else value
+    if not text.endswith("%"):
+        return value
+    if not 0 < value < 100:  # 100 % is 1.0, which would be one example
+        raise CommandError(f"{option} {text}: give a share between 0 % and 100 %")
+    return value / 100
 
 
 def _duplicates(shown: StudyExamples, stage: str | None) -> list[int]:

@@ -8,6 +8,7 @@ parameter gradient is ever computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import pairwise
@@ -15,8 +16,10 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch._C._functorch import is_batchedtensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
+from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -135,6 +138,10 @@ class TrackedLayer:
         uses: the modules. Several share the parameters; a lookup and a matrix may share a weight.
         shared: whether each call has one output for all examples of a batch (a table of positions),
             and of which shape: "row", one row of the batch; "free", any (biases of attention).
+        idle: whether the model's outputs do not depend on some of its calls, such as those from
+            which DoRA computes a norm. They are left out.
+        windows: how many rows of its input each example has, one after another: windows of an
+            image.
     """
 
     name: str
@@ -142,6 +149,8 @@ class TrackedLayer:
     bias: str | None
     uses: list[tuple[nn.Module, Kind]] = field(default_factory=list)
     shared: Literal["row", "free"] | None = None
+    idle: bool = False
+    windows: int = 1
 
     @property
     def individual(self) -> bool:
@@ -225,6 +234,7 @@ class _Call:
     edge: GradientEdge
     shape: Sequence[int]  # of the output
     order: int
+    windows: int  # rows of its input that each example has, or 0 if that is not known
     places: Places | None = None
 
 
@@ -261,6 +271,7 @@ class Tape:
         self.model, self.layers, self.examples, self.n = model, layers, examples, examples * rows
         self.calls: dict[str, list[_Call]] = {layer.name: [] for layer in layers}
         self._failures: dict[str, str] = {}
+        self.nested: set[str] = set()  # layers called by a module that is computed with copies
         self._lengths: set[int] = set()  # second axes of what the model is given
         self._count = 0
 
@@ -269,7 +280,8 @@ class Tape:
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._functional: dict[int, tuple[TrackedLayer, Kind, nn.Module]] = {}
         notes: dict[nn.Module, _Notes] = {}
-        self._linear = F.linear
+        self._linear, self._direct = F.linear, without_checkpoints()
+        self._direct.__enter__()
         self._handles.append(
             self.model.register_forward_pre_hook(self._see_lengths, with_kwargs=True)
         )
@@ -281,7 +293,8 @@ class Tape:
                 if kind.seen == "product":
                     self._functional[id(weight)] = layer, kind, module
                 elif kind.seen == "call":
-                    self._handles.append(module.register_forward_hook(self._hook(layer, kind)))
+                    hook = self._hook(layer, kind)
+                    self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
                 elif kind.seen == "copies":
                     expanded = weight.expand(self.n, *weight.shape)
                     self._note(layer, kind, module, weight.new_ones(self.n, 1), expanded)
@@ -300,6 +313,7 @@ class Tape:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._direct.__exit__(None, None, None)
         if self._functional:
             F.linear = self._linear
         for handle in self._handles:
@@ -316,16 +330,22 @@ class Tape:
         vars(module)[attribute] = value
 
     def _hook(self, layer: TrackedLayer, kind: Kind) -> Any:
-        def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-            if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
+        def note(
+            module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
+        ) -> Any:
+            x = next(iter([*inputs, *named.values()]), None)
+            if not isinstance(x, Tensor) or not isinstance(output, Tensor):
                 self._failures[layer.name] = "it is not called with one tensor, or returns none"
+                return None
+            if is_batchedtensor(x):
+                self.nested.add(layer.name)
                 return None
             if not output.requires_grad:
                 self._failures[layer.name] = (
                     "it is called without gradients (torch.no_grad in the model?)"
                 )
                 return None
-            x = inputs[0].detach()
+            x = x.detach()
             if layer.shared:  # from here on, each example has its own output
                 whole = layer.shared == "free" or x.dim() == 1
                 x, output = (_repeated(y, self.n, whole) for y in (x, output))
@@ -390,12 +410,20 @@ class Tape:
         output: Tensor,
         places: Places | None = None,
     ) -> None:
+        x = x.in_batch() if isinstance(x, OnePerExample) else x
         # an in-place operation on a view rewires the view, but never the node of its base
         base = output._base if output._is_view() else None
         whole = base is not None and base.requires_grad and base.numel() == output.numel()
         edge = get_gradient_edge(base if base is not None and whole else output)
         shape = output.shape if len(output) == len(x) else (*x.shape[:2], *output.shape[1:])
-        call = _Call(module, kind, x, x._version, edge, shape, self._count, places)
+        # examples, and channels; a convolution also takes one image, without the first
+        axes = 1 if kind.form == "lookup" else 2
+        if kind.channels_first:
+            axes = max(axes, layer.parameters()[layer.weight].dim())
+        windows = int(x.dim() >= axes and len(x) in (self.n, self.examples))
+        if not windows and x.dim() > 2 and not kind.channels_first and len(x) % self.n == 0:
+            windows = len(x) // self.n
+        call = _Call(module, kind, x, x._version, edge, shape, self._count, windows, places)
         self._count += 1
         self.calls[layer.name].append(call)
 
@@ -405,18 +433,33 @@ class Tape:
             return self._failures[layer.name]
         calls = self.calls[layer.name]
         if not calls:
-            return "its forward is never called (unused, or its weight is used directly)"
-        lengths = self.n, self.examples
-        shapes = [
-            tuple(c.x.shape) for c in calls if c.x.dim() < _least(c.kind) or len(c.x) not in lengths
-        ]
-        if shapes:
             return (
-                f"its input {shapes[0]} does not have the {self.n} examples of the batch in front"
+                "its forward is never called for the examples that are tried (unused, or its "
+                "weight is used directly)"
             )
+        misshapen = [call for call in calls if call.windows not in (1, layer.windows)]
+        if misshapen and not (layer.idle and len(misshapen) < len(calls)):
+            return self._misshapen(misshapen[0])
         if any(call.x._version != call.version for call in calls):
             return "its input is changed in place after it is read"
         return None
+
+    def _misshapen(self, call: _Call) -> str:
+        return (
+            f"its input {tuple(call.x.shape)} does not have the {self.n} examples of the batch in "
+            "front"
+        )
+
+    def idle(self, outputs: Tensor, layers: Sequence[TrackedLayer]) -> set[TrackedLayer]:
+        """Layers of which the outputs depend on some calls, and not on others."""
+        nodes = set() if outputs.grad_fn is None else _nodes_under(outputs.grad_fn)
+        reached = {k: {call.edge.node in nodes for call in self.calls[k.name]} for k in layers}
+        return {layer for layer, values in reached.items() if len(values) == 2}
+
+    def windows(self, layer: TrackedLayer) -> int:
+        """Rows that each example has in all inputs of a layer; 1 if they are not alike."""
+        numbers = {call.windows for call in self.calls[layer.name]}
+        return max(1, *numbers) if len(numbers) == 1 else 1
 
     def check(self) -> None:
         """Refuse a layer whose calls cannot be used."""
@@ -466,7 +509,20 @@ class Tape:
         mask = None if mask is None or bool(mask.all()) else mask
         for layer in self.layers:
             its_calls = [(call, gradients.pop(id(call))) for call in self.calls[layer.name]]
-            yield layer, self._factors(layer, its_calls, mask)
+            reached = self._reached(layer, its_calls) if layer.idle else its_calls
+            yield layer, self._factors(layer, reached, mask)
+
+    def _reached(
+        self, layer: TrackedLayer, calls: Sequence[tuple[_Call, Tensor | None]]
+    ) -> Sequence[tuple[_Call, Tensor | None]]:
+        """The calls that the output depends on; if there are none, those of the examples."""
+        reached = [pair for pair in calls if pair[1] is not None]
+        fitting = 1, layer.windows
+        reached = reached or [pair for pair in calls if pair[0].windows in fitting]
+        misshapen = [call for call, _ in reached if call.windows not in fitting]
+        if misshapen:
+            raise InvalidInput(f"layer {layer.name}: {self._misshapen(misshapen[0])}")
+        return reached
 
     def _factors(
         self, layer: TrackedLayer, calls: Sequence[tuple[_Call, Tensor | None]], mask: Tensor | None
@@ -505,6 +561,46 @@ class Tape:
         return factors
 
 
+class _Called:
+    """What checkpoints with `use_reentrant=True` use, without recomputation."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _once(*_: Any, **__: Any) -> Iterator[None]:
+    """What other checkpoints do before and after a call, without recomputation."""
+    yield
+
+
+CHECKPOINTS = {"CheckpointFunction": _Called, "_checkpoint_without_reentrant_generator": _once}
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Call what `torch.utils.checkpoint` would compute again in the backward pass. By then, what is
+    put into the model for a forward pass is gone. Layer inputs are kept anyway."""
+    before = {name: getattr(checkpointing, name) for name in CHECKPOINTS}
+    try:
+        for name, plain in CHECKPOINTS.items():
+            setattr(checkpointing, name, plain)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(checkpointing, name, value)
+
+
+def _nodes_under(node: Node) -> set[Node]:
+    """The graph that a backward pass from this node goes through."""
+    nodes, ahead = {node}, [node]
+    while ahead:
+        further = {below for below, _ in ahead.pop().next_functions if below is not None} - nodes
+        nodes |= further
+        ahead += further
+    return nodes
+
+
 def _inputs_of(
     parts: Callable[[], Sequence[Sequence[Any]]], block: ParameterBlock, examples: int
 ) -> Any:
@@ -517,11 +613,6 @@ def _folded(x: Any, examples: int) -> Any:
     if len(x) == examples:
         return x
     return x.folded(examples) if isinstance(x, Rows) else x.reshape(examples, -1, *x.shape[2:])
-
-
-def _least(kind: Kind) -> int:
-    """Dimensions that an input has at least: examples, and channels unless it is row numbers."""
-    return 1 if kind.form == "lookup" else 2
 
 
 def _repeated(y: Tensor, n: int, whole: bool) -> Tensor:
@@ -548,7 +639,7 @@ def _of_call(call: _Call, s: Outputs, mask: Tensor | None, block: int) -> Tensor
     """The positions (n, t) of one call that exist."""
     if call.places is not None:
         return call.places.mask(block, mask)
-    described = call.x.dim() == _least(call.kind) + 1
+    described = call.x.dim() == (2 if call.kind.form == "lookup" else 3)
     if mask is not None and described and call.x.shape[:2] == mask.shape == s.shape[:2]:
         return mask
     return call.x.new_ones(s.shape[:2])

@@ -86,6 +86,24 @@ class OnePerExample(Tensor):
         value.each = each
         return value
 
+    def in_batch(self, function: str = "an input", axes: int = 0, matrix: bool = False) -> Tensor:
+        """Its values as a batch (n, ...), with axes of length 1 between where the batch has more.
+
+        Args:
+            function: what takes it.
+            axes: of the batch that it meets.
+            matrix: whether it is the right factor of a product.
+        """
+        n = len(self.each)
+        if self.dim() < axes or (matrix and self.dim() == 2 and axes <= 2):
+            return self.each.reshape(n, *[1] * (axes - 1 - self.dim()), *self.shape)
+        axis = 1 if function in SECOND else 0  # of the batch
+        if self.dim() > axis and self.shape[axis] == n:  # one for each example, as by `expand`
+            return self.each.diagonal(0, 0, axis + 1).movedim(-1, axis)
+        if axis == 0 and self.dim() and len(self) == 1:
+            return self.each.squeeze(1)
+        raise InvalidInput(f"{function} of shape {tuple(self.shape)} has no axis for {n} examples")
+
     @classmethod
     def __torch_function__(
         cls,
@@ -115,19 +133,7 @@ class OnePerExample(Tensor):
                 return tree_map(OnePerExample.of, values)
             axes = max(batch) if name in BROADCASTS or name in PRODUCTS else 0
             matrix = 1 if name in PRODUCTS else None  # the place of the right factor
-            return call([_in_batch(leaves[k], axes, name, k == matrix) for k in copies])
-
-
-def _in_batch(x: OnePerExample, axes: int, function: str, matrix: bool) -> Tensor:
-    """Its values as a batch (n, ...), with axes of length 1 between where the batch has more."""
-    n = len(x.each)
-    if x.dim() < axes or (matrix and x.dim() == axes == 2):
-        return x.each.reshape(n, *[1] * (axes - 1 - x.dim()), *x.shape)
-    if x.dim() and len(x) == 1:
-        return x.each.squeeze(1)
-    if x.dim() and len(x) == n:  # one for each example of the batch, such as by `expand`
-        return x.each.diagonal().movedim(-1, 0)
-    raise InvalidInput(f"{function} of shape {tuple(x.shape)} has no axis for {n} examples")
+            return call([leaves[k].in_batch(name, axes, k == matrix) for k in copies])
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
@@ -142,6 +148,19 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
+def _embedding(
+    ids: Tensor, table: Tensor, padding_idx: int | None = None, max_norm: Any = None, **_: Any
+) -> Tensor:
+    """Rows of the example's own table (n, rows, i) at ids (n, ...)."""
+    if max_norm is not None or len(ids) != len(table):
+        raise InvalidInput(f"row numbers {tuple(ids.shape)} of {len(table)} tables")
+    example = torch.arange(len(ids), device=ids.device).view(-1, *[1] * (ids.dim() - 1))
+    rows = table[example, ids]
+    if padding_idx is None:
+        return rows
+    return torch.where((ids == padding_idx % table.shape[1]).unsqueeze(-1), rows.detach(), rows)
+
+
 #: functions that only say something about a tensor; "get" is that of `shape`, but also of `T`
 DESCRIBES = {"get", "size", "dim", "ndimension", "numel", "len", "is_floating_point", "stride"}
 #: functions that give the values of all operands the same axes, or need them
@@ -150,4 +169,10 @@ BROADCASTS = {
     *("div", "divide", "true_divide", "multiply", "subtract", "where", "maximum", "minimum"),
     *("cat", "concat", "concatenate"),
 }
-PRODUCTS: Mapping[str, Callable[..., Tensor]] = {"matmul": _product, "linear": _linear}
+#: functions whose states have the examples of a batch on their second axis
+SECOND = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+PRODUCTS: Mapping[str, Callable[..., Tensor]] = {
+    "matmul": _product,
+    "linear": _linear,
+    "embedding": _embedding,
+}

@@ -119,24 +119,27 @@ def find(
     batch: Any,
     choose: Chooser | None,
     updates: Updates,
+    single: Any = None,
 ) -> Tracked:
     """Find the layers of a model (in eval mode, on its device) that can be tracked exactly.
 
     Args:
         batch: a few examples, on the model's device, to check captured gradients on.
         choose: which of the trackable layers to track (None: all).
+        single: one of the examples: what only works for batches of some size is not tracked.
     """
     reasons: dict[str, str] = {}
     layers = _candidates(model, choose, updates, reasons)
     moved = [layer for layer in layers if any(map(updates.moved, layer.parameter_names()))]
-    usable, outputs = _usable(model, task, batch, moved or layers, reasons)
+    batches = [batch] if single is None else [batch, single]
+    usable, outputs = _usable(model, task, batches, moved or layers, reasons)
     verified, positions, count = _verified(model, task, batch, usable, reasons)
     for name in [k for k, _ in model.named_parameters() if moved and not updates.moved(k)]:
         reasons[name] = UNRECORDED if name in updates.unrecorded else FROZEN
     if not verified:
         raise InvalidInput(
             "no layer of the model can be tracked: "
-            + "; ".join(f"{k}: {v}" for k, v in reasons.items())
+            + ("; ".join(f"{k}: {v}" for k, v in reasons.items()) or "it has no parameters")
         )
     total, n = sum(p.numel() for p in model.parameters()), batch_length(batch)
     excluded, updated = _excluded(model, verified, reasons)
@@ -181,7 +184,10 @@ def _candidates(
             return True
         return updates.same_rates(names[id(weight)], names[id(bias)])
 
-    uses = [use for path, m in model.named_modules() for use in _uses(path, m, one_block)]
+    lists = [m for m in model.modules() if isinstance(m, parametrize.ParametrizationList)]
+    inside = {id(m) for each in lists for m in each.modules()}  # computed with their module
+    modules = [(path, m) for path, m in model.named_modules() if id(m) not in inside]
+    uses = [use for path, m in modules for use in _uses(path, m, one_block)]
     trackable = {
         path: nn.ParameterList() if isinstance(parts[0][0], Copied) else module
         for path, module, parts in uses
@@ -219,7 +225,7 @@ def _uses(
             inside, _, attribute = name.rpartition(".")
             copied = Copied(attribute, module)
             yield prefix + name, module.get_submodule(inside), [(copied, attribute)]
-    elif kind is None and not isinstance(module, parametrize.ParametrizationList):
+    elif kind is None:
         for name, p in module._parameters.items():
             if p is not None:
                 yield prefix + name, module, [(Direct(name), name)]
@@ -239,7 +245,7 @@ def _uses(
 
 def _copyable(module: nn.Module, kind: Kind | None) -> bool:
     """Whether a module of this kind, if any, can be computed with copies, and has no other way."""
-    if isinstance(module, (parametrize.ParametrizationList, nn.ParameterList, nn.ParameterDict)):
+    if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         return False
     if parametrize.is_parametrized(module):
         return True
@@ -268,9 +274,7 @@ def _refusal(
     if any(module._parameters.get(keys[0]) is None for _, *keys in several):
         return "its weight is computed from other parameters (a parametrization)"
     sharers = [m for p in parameters for m in owners[id(p)] if m[1] is not module]
-    if kind.seen in ("copies", "forward"):
-        return _tied(path, [sharers[0][0]]) if sharers else None
-    others = sorted(q for q, m in sharers if not _one_weight(kind, m))
+    others = sorted(q for q, m in sharers if kind.seen == "copies" or not _one_weight(kind, m))
     others = others or sorted(q for q, _ in sharers if q not in chosen)
     if others:
         return _tied(path, others)
@@ -299,12 +303,13 @@ def _one_weight(kind: Kind, module: nn.Module) -> bool:
 def _usable(
     model: nn.Module,
     task: Task,
-    batch: Any,
+    batches: Sequence[Any],
     layers: Sequence[TrackedLayer],
     reasons: dict[str, str],
 ) -> tuple[list[TrackedLayer], int]:
     """Layers that a forward pass calls as their kinds expect, in the order of their calls; and the
     numbers in the model's output for one example."""
+    batch = batches[0]
     n, called = batch_length(batch), [layer for layer in layers if not layer.individual]
     with torch.enable_grad(), Tape(model, called, n, task.rows(batch)) as tape:
         outputs = task.outputs(model, batch)
@@ -315,9 +320,21 @@ def _usable(
                 f"{type(task).__name__}.{what} must return one number per example, shape ({n},); "
                 f"for {n} examples it returned shape {tuple(values.shape)}"
             )
+    repeated = [layer for layer in called if len(tape.calls[layer.name]) > 1]
+    idle = tape.idle(outputs, repeated) if repeated else set()
     for layer in layers:
         layer.shared = tape.shared(layer) if layer in called else None
-    rejected = _rejected(model, task, batch, [layer for layer in layers if layer.individual])
+        layer.idle = layer in idle
+    several = [k for k in called if any(call.windows > 1 for call in tape.calls[k.name])]
+    cut = [layer for layer in several if tape.windows(layer) > 1]
+    for batch in batches[1:] if cut else []:
+        with torch.enable_grad(), Tape(model, cut, batch_length(batch), task.rows(batch)) as again:
+            task.outputs(model, batch)
+        cut = [layer for layer in cut if again.windows(layer) == tape.windows(layer)]
+    for layer in cut:
+        layer.windows = tape.windows(layer)
+    called = [layer for layer in called if not layer.individual]
+    rejected = _rejected(model, task, batches, [x for x in layers if x.individual], called)
     usable = []
     for layer in layers:
         problem = rejected[layer.name] if layer.individual else tape.problem(layer)
@@ -329,43 +346,78 @@ def _usable(
 
 
 def _rejected(
-    model: nn.Module, task: Task, batch: Any, layers: Sequence[TrackedLayer]
+    model: nn.Module,
+    task: Task,
+    batches: Sequence[Any],
+    layers: Sequence[TrackedLayer],
+    called: Sequence[TrackedLayer],
 ) -> dict[str, str | None]:
     """Why the model cannot compute with one value of each of these layers for each example, or its
-    module's forward in steps: outputs and gradients must be those of the plain model."""
-    if not layers:
-        return {}
-    n, rows = batch_length(batch), task.rows(batch)
-    with torch.enable_grad(), Tape(model, [], n, rows):
-        for layer in layers:
-            layer.parameters()[layer.weight].requires_grad_(True)
-        expected = task.outputs(model, batch)
-    tolerance = TOLERANCE.get(expected.dtype, 1e-3)
-    slopes = _slopes(expected, layers)
+    module's forward in steps: outputs and gradients must be those of the plain model, in batches of
+    several sizes.
+
+    Args:
+        called: the other layers, which none of these may call.
+    """
     hosts: dict[int, list[TrackedLayer]] = {}  # layers of one module are tried together
     for layer in layers:
         module, kind = layer.uses[0]
-        together = kind.host(module) if kind.seen == "forward" else layer
-        hosts.setdefault(id(together), []).append(layer)
+        host = kind.host(module) if kind.seen == "forward" else layer
+        hosts.setdefault(id(host), []).append(layer)
     problems: dict[str, str | None] = {}
-    for group in hosts.values():
+    for number, batch in enumerate(batches):
+        left = [group for group in hosts.values() if not problems.get(group[0].name)]
+        together = [layer for group in left for layer in group]
+        if not together:
+            break
+        plain = _Plain(model, task, batch, together, called)
+        if number and not any(plain.problems(together).values()):
+            continue  # all together
+        for group in left:
+            problems.update(plain.problems(group))
+    return problems
+
+
+class _Plain:
+    """What a model computes without copies, to compare with."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        batch: Any,
+        layers: Sequence[TrackedLayer],
+        called: Sequence[TrackedLayer],
+    ) -> None:
+        self.model, self.task, self.batch, self.called = model, task, batch, called
+        self.n, self.rows = batch_length(batch), task.rows(batch)
+        with torch.enable_grad(), Tape(model, [], self.n, self.rows):
+            for layer in layers:
+                layer.parameters()[layer.weight].requires_grad_(True)
+            self.outputs = task.outputs(model, batch)
+        self.tolerance = TOLERANCE.get(self.outputs.dtype, 1e-3)
+        self.slopes = _slopes(self.outputs, layers)
+
+    def problems(self, layers: Sequence[TrackedLayer]) -> dict[str, str | None]:
+        """Why these layers cannot be used, by name, when they are tried together."""
+        tape = Tape(self.model, [*layers, *self.called], self.n, self.rows)
         reason = None
         try:
-            with torch.enable_grad(), Tape(model, group, n, rows) as tape:
-                outputs = task.outputs(model, batch)
-            if _differ(outputs, expected, tolerance):
+            with torch.enable_grad(), tape:
+                outputs = self.task.outputs(self.model, self.batch)
+            if tape.nested:
+                reason = f"its forward calls {min(tape.nested)}, which is a layer of its own"
+            elif _differ(outputs, self.outputs, self.tolerance):
                 reason = "its outputs differ if its forward is computed step by step"
             elif any(
-                _differ(slope, slopes[layer], tolerance)
-                for layer, slope in _slopes(outputs, group).items()
+                _differ(slope, self.slopes[layer], self.tolerance)
+                for layer, slope in _slopes(outputs, layers).items()
             ):
                 reason = "its gradients differ if its forward is computed step by step"
         except Exception as error:  # of the user's code
             why = str(error).partition("\n")[0]
             reason = f"all examples share it, and the model fails with one for each ({why})"
-        for layer in group:
-            problems[layer.name] = reason or tape.problem(layer)
-    return problems
+        return {layer.name: reason or tape.problem(layer) for layer in layers}
 
 
 def _slopes(outputs: Tensor, layers: Sequence[TrackedLayer]) -> dict[TrackedLayer, Tensor]:

@@ -15,7 +15,7 @@ from whence.scores import Scores
 from whence.scores.means import mean_scores
 from whence.study import Study
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a spreadsheet's formula begins
+FORMULA = tuple("=+-@＝＋－＠")  # how a spreadsheet's formula begins, after spaces
 
 
 def score_column(scores: Scores, query: int | None) -> Floats:
@@ -123,10 +123,19 @@ def ranking(
 
 
 def csv_lines(rows: Iterable[Sequence[Any]], end: str = "\n") -> str:
-    """Rows of a CSV file. No text is read as a formula by a spreadsheet."""
+    """Rows of a CSV file. A spreadsheet reads no text as a formula; numbers stay numbers."""
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator=end)
     for row in rows:
-        texts = (isinstance(cell, str) and cell[:1] in FORMULA for cell in row)
-        writer.writerow([f"'{c}" if text else c for c, text in zip(row, texts, strict=True)])
+        writer.writerow([f"'{cell}" if _is_formula(cell) else cell for cell in row])
     return lines.getvalue()
+
+
+def _is_formula(cell: Any) -> bool:
+    if not isinstance(cell, str) or not cell.strip().startswith(FORMULA):
+        return False
+    try:
+        float(cell)  # such as a negative label
+    except ValueError:
+        return True
+    return False

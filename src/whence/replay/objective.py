@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from whence.data import batch_length
 from whence.engine.graphs import Graphs
 from whence.errors import InvalidInput
+from whence.layers.capture import without_checkpoints
 from whence.task import Task
 
 Tensors = dict[str, Tensor]  # by parameter
@@ -153,11 +154,12 @@ def _only(weights: Tensors, names: Iterable[str]) -> Tensors:
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Compute attention by plain products, because fused kernels have no second derivative."""
+    """Compute attention by plain products, because fused kernels have no second derivative; and
+    nothing again in the backward pass, which function transforms cannot."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), without_checkpoints():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)

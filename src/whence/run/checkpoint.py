@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from whence.errors import DamagedFile, InvalidInput, WhenceError
 from whence.persist import identity
@@ -33,6 +34,16 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     while plain and all(name.startswith("module.") for name in plain.values()):
         plain = {name: short.removeprefix("module.") for name, short in plain.items()}
     return plain
+
+
+def refuse_lazy(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse those that get their shapes in the first call of a layer."""
+    lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
+    if lazy:
+        raise InvalidInput(
+            f"{lazy[0]} has no values yet, because it belongs to a lazy layer: call the model with "
+            "a batch first"
+        )
 
 
 def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -136,6 +147,7 @@ class TensorFile:
                 f"a state dict holds {strangers}, which are not tensors: "
                 "pass the model's own state dict"
             )
+        refuse_lazy(source)
         plain = plain_names(source)
         unique, aliases = untie({plain[name]: tensor for name, tensor in source.items()})
         memory = {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whence.run.checkpoint import plain_names, weights_sha256
+from whence.run.checkpoint import plain_names, refuse_lazy, weights_sha256
 from whence.run.format import RunData
 from whence.table import listed
 
@@ -268,6 +268,7 @@ def _divided(ratios: Sequence[float]) -> bool:
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     parameters = dict(model.named_parameters())
+    refuse_lazy(parameters)
     plain = plain_names(parameters)
     return {
         plain[name]: p
