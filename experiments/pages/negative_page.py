@@ -14,7 +14,15 @@ from experiments.pages import ours, tables
 from experiments.pages.markdown import filled, table
 from experiments.pages.tables import counted, title, with_interval
 from experiments.tasks import RESULTS, TASKS
-from experiments.tasks.forms import BEST, DEFAULT, DEFAULT_BY_STAGE, PUBLISHED
+from experiments.tasks.forms import (
+    BEST,
+    DEFAULT,
+    DEFAULT_BY_STAGE,
+    LONGER,
+    NOISE_AWARE,
+    PUBLISHED,
+    REDRAWN,
+)
 from experiments.tasks.methods import GAUSS_NEWTON
 
 NOT_RUN = "*Not run yet.*"
@@ -49,15 +57,36 @@ def pairs(values: Mapping[str, Values], idea: str, instead: str, heads: tuple[st
     return table(["", *heads, "difference"], rows, " rrr") + f"\n\n{summary}"
 
 
-def by_form(folder: Path, *names: str, among: Callable[[str], bool] = bool) -> dict[str, Values]:
-    """LDS of these forms, of the same runs and retrainings, by task."""
-    values: dict[str, Values] = {}
+def compared(
+    folder: Path, names: Sequence[str], among: Callable[[str], bool] = bool
+) -> dict[str, Any]:
+    """The rows of these forms, of the same runs and retrainings, by task."""
+    rows = {}
     for task, entries in ours.read(folder).items():
         complete = [e for e in entries if e["forms"].keys() >= set(names)]
         if complete and among(task):
-            forms = ours.shown(complete)["forms"]
-            values[title(task)] = {name: forms[name]["single"] for name in names}
-    return values
+            rows[title(task)] = ours.shown(complete)["forms"]
+    return rows
+
+
+def by_form(folder: Path, *names: str, among: Callable[[str], bool] = bool) -> dict[str, Values]:
+    """LDS of these forms, of the same runs and retrainings, by task."""
+    rows = compared(folder, names, among)
+    return {task: {name: forms[name]["single"] for name in names} for task, forms in rows.items()}
+
+
+def spreads(folder: Path, idea: str, instead: str, heads: tuple[str, str]) -> str:
+    """A table of the spread of predicted over that of real changes, and what the idea costs."""
+    names = idea, instead
+    rows = [
+        [
+            task,
+            *(f"{forms[name]['spread']:.2f}" for name in names),
+            f"{forms[idea]['seconds'] / forms[instead]['seconds']:.1f}×",
+        ]
+        for task, forms in compared(folder, names).items()
+    ]
+    return table(["spread", *heads, "cost"], rows, " rrr") if rows else NOT_RUN
 
 
 def by_method(folder: Path, names: Sequence[str]) -> dict[str, Values]:
@@ -121,6 +150,21 @@ def text(folder: Path = RESULTS) -> str:
         ),
         "probed coupling": lambda: forms(
             "coupled by probes, query along the run, L = 1", DEFAULT, ("probed", "by traces")
+        ),
+        "longer response": lambda: forms(
+            f"{DEFAULT}, {LONGER[2.0]}", DEFAULT, ("twice as long", "`Source()`")
+        ),
+        "size of a longer response": lambda: spreads(
+            folder, f"{DEFAULT}, {LONGER[2.0]}", DEFAULT, ("twice as long", "`Source()`")
+        ),
+        "noise-aware response": lambda: forms(
+            f"{DEFAULT}, {NOISE_AWARE}", DEFAULT, ("response of `Best`", "`Source()`")
+        ),
+        "redrawn runs": lambda: forms(
+            f"{DEFAULT}, {REDRAWN}", DEFAULT, ("eight runs", "`Source()`")
+        ),
+        "size of redrawn runs": lambda: spreads(
+            folder, f"{DEFAULT}, {REDRAWN}", DEFAULT, ("eight runs", "`Source()`")
         ),
         "best segments": lambda: forms("best, L = 3", BEST, ("three segments", "`Best()`")),
         "expected": lambda: forms("expected Gauss-Newton", BEST, ("expected", "`Best()`")),

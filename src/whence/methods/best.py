@@ -25,7 +25,7 @@ from whence.engine.workspace import Term, Workspace
 from whence.errors import check_choice, check_count, check_positive
 from whence.methods.gradient import SegmentedMethod, Stretch, Vectors
 from whence.operators import KINDS, BlockDiagonal, Inverse, coupling
-from whence.operators.gauss_newton import GaussNewton
+from whence.operators.krylov import TOLERANCE
 from whence.operators.operator import survival as F_S
 
 MOST_RESIDUAL = 0.5  # of conjugate gradients, without a warning: eight iterations leave about 0.1
@@ -97,7 +97,7 @@ class Best(SegmentedMethod):
             D,
             solved_at_once(workspace),
             iterations=self.iterations,
-            relative_residual=GaussNewton.tolerance[workspace.accumulator],
+            relative_residual=TOLERANCE[workspace.accumulator],
             preconditioner=H.scaled(c),
         )
         return WithInverse(M.scaled(c), whole.inverse(λ)), workspace.diagonal(D).sqrt(), c

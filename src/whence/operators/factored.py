@@ -320,10 +320,6 @@ class Factored(Operator[BlockVectors]):
 
     # -- what Krylov iterations ask for ----------------------------------------------------------
 
-    @property
-    def tolerance(self) -> Mapping[torch.dtype, float]:
-        return {torch.float32: 1e-4, torch.float64: 1e-10}
-
     def components(self, names: Sequence[str]) -> list[list[str]]:
         """Blocks that act on each other: here each one alone."""
         return [[name] for name in names]

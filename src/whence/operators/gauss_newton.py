@@ -73,12 +73,7 @@ class GaussNewton(Operator[BlockVectors]):
         iterations, relative_residual: of conjugate gradients: the maximum, and where to stop.
         preconditioner: of conjugate gradients: an approximation H' of H in closed form.
         flat: of the largest eigenvalue of λ^-½ H' λ^-½: the share that is added to all of them.
-
-    Attributes:
-        tolerance: the relative error of Krylov iterations, by precision.
     """
-
-    tolerance: Mapping[torch.dtype, float] = {torch.float32: 1e-3, torch.float64: 1e-10}
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
 CHECK_EVERY = 2  # steps between two tests of whether a matrix function has converged
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-10}  # of answers, by precision
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from whence.errors import warn
 from whence.layers.passes import products_as
 from whence.operators.chebyshev import RowMatrices
 from whence.operators.krylov import (
+    TOLERANCE,
     Product,
     Solution,
     conjugate_gradients,
@@ -57,8 +58,6 @@ class Matrix(Protocol):
 
     @property
     def block_diagonal(self) -> bool: ...
-    @property
-    def tolerance(self) -> Mapping[torch.dtype, float]: ...
     def components(self, names: Sequence[str]) -> list[list[str]]: ...
     def is_diagonal(self, name: str) -> bool: ...
     def rows_of(self, name: str) -> tuple[Tensor, Tensor] | None: ...
@@ -113,7 +112,7 @@ class Whitened(Operator[BlockVectors]):
         by_row = self._by_row(names[0], shapes[names[0]], functions, right)
         if by_row is not None:
             return by_row
-        tolerance = self.H.tolerance[right.dtype]
+        tolerance = TOLERANCE[right.dtype]
         product = self._product(shapes, right, self._trimmed(names, right, tolerance))
         answers = right.new_empty(len(functions), *right.shape)
         with products_as("highest"):  # rounded to TF32, products do not converge
