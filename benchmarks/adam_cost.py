@@ -55,7 +55,7 @@ def _first(dataset: Any, count: int) -> TensorDataset:
 def mlp() -> Case:
     """FashionMNIST, 784-512-256-10."""
     train, held_out = data.images("fashion_mnist")
-    sets = _first(train, 2000), _first(held_out, 50)
+    sets = _first(train, 6000), _first(held_out, 50)
     return Case(models.mlp(784, 512, 256, 10), whence.Classification(), *sets)
 
 
