@@ -25,6 +25,7 @@ import whence
 import whence.engine.scoring
 import whence.persist.cache
 import whence.persist.files
+import whence.scores
 from whence.layers.passes import Passes
 
 EXACT = {"dtype": torch.float64, "progress": False}
@@ -761,3 +762,36 @@ def test_the_users_data_is_not_changed_by_a_model_that_works_in_place(dtype: tor
     given = study(run, Whitened(), train=train)
     whence.Source.published(1).attribute(given, query, dtype=dtype, progress=False)
     assert all(map(torch.equal, before, (*train.tensors, *query.tensors)))
+
+
+@pytest.mark.usefixtures("notes_everything")
+@pytest.mark.parametrize("query", [QUERY, None], ids=["queries", "selves"])
+def test_resumed_in_other_chunks_the_share_of_each_segment_is_the_same(
+    query: Any, run: whence.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written already does not count twice."""
+
+    def attribute(batch_size: int, **options: Any) -> whence.Scores:
+        given = study(run, cache=tmp_path / "cache")
+        options |= {"batch_size": batch_size, **EXACT}
+        return whence.Source(3).attribute(given, query, **options)
+
+    whole = attribute(11)
+    write, blocks = whence.scores.ScoreWriter.write, iter(range(1))
+
+    def once(self: Any, *block: Any) -> None:
+        if next(blocks, None) is None:
+            raise Interrupted
+        write(self, *block)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(whence.scores.ScoreWriter, "write", once)
+        patched.setattr(whence.engine.scoring.Scoring, "_at_once", lambda _: 2)
+        attribute(2, out=tmp_path / "scores")
+    resumed = attribute(11, out=tmp_path / "scores")
+    np.testing.assert_allclose(resumed.values, whole.values, rtol=1e-10)
+    shares = [
+        [segment["share_of_score"] for segment in scores.diagnostics["segments"]]
+        for scores in (resumed, whole)
+    ]
+    np.testing.assert_allclose(*shares, rtol=1e-9)

@@ -354,19 +354,21 @@ class Scoring:
     def _write(self, rows: slice | None, chunk: Columns, contributions: Tensor) -> None:
         terms = len(self.terms)
         contributions, layers = contributions[:terms], contributions[terms:]
-        self._note_sizes(contributions)
+        self._note_sizes(contributions, self.writer.missing(rows, chunk.place))
         values = contributions[0] if len(contributions) == 1 else contributions.sum(0)
         parts = {BY_SEGMENT: contributions}.get(self.by or "", layers if len(layers) else None)
         stored = None if parts is None else parts.cpu().numpy()
         self.writer.write(rows, chunk.place, values.cpu().numpy(), stored)
 
-    def _note_sizes(self, contributions: Tensor) -> None:
-        """Add to the account how large each term's part of the scores is."""
-        sizes = torch.stack([torch.linalg.vector_norm(part, 1) for part in contributions])
-        before = self.writer.account.get("magnitudes", [0.0] * len(self.terms))
-        self.writer.account["magnitudes"] = [
-            x + y for x, y in zip(before, sizes.tolist(), strict=True)
-        ]
+    def _note_sizes(self, contributions: Tensor, new: Sequence[tuple[slice, slice]]) -> None:
+        """Add to the account how large each term's part of the scores is, in the parts of a block
+        that are new: an interrupted call may have written some of them."""
+        tiles = contributions.unsqueeze(1) if contributions.dim() == 2 else contributions
+        for rows, columns in new:
+            sizes = [torch.linalg.vector_norm(term[rows, columns], 1) for term in tiles]
+            before = self.writer.account.get("magnitudes", [0.0] * len(self.terms))
+            added = torch.stack(sizes).tolist()
+            self.writer.account["magnitudes"] = [x + y for x, y in zip(before, added, strict=True)]
 
     def _chunk(self, queries: int) -> int:
         """How many examples are scored between two notes of progress: whole batches.

@@ -149,7 +149,13 @@ class ScoreWriter:
 
     def done(self, rows: slice | None, columns: slice) -> bool:
         """Whether this block is written, by this call or by an interrupted earlier one."""
-        return self.already is not None or not _missing(self._block(rows, columns), self._done)
+        return self.already is not None or not self.missing(rows, columns)
+
+    def missing(self, rows: slice | None, columns: slice) -> list[tuple[slice, slice]]:
+        """The parts of this block that are not written, as (rows, columns) within the block."""
+        r0, _, c0, _ = block = self._block(rows, columns)
+        tiles = _missing(block, self._done)
+        return [(slice(a - r0, b - r0), slice(c - c0, d - c0)) for a, b, c, d in tiles]
 
     def write(
         self,
