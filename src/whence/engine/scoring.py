@@ -44,6 +44,7 @@ CHUNK = 1024  # examples
 # Examples per query in a chunk that vectors are computed again for: those of a query (two rotations
 # per term) cost about as much as the gradients of ten examples.
 EXAMPLES_PER_QUERY = 64
+WHOLE = [(slice(None), slice(None))]  # rows and columns of a whole block
 
 #: the vectors of some queries: for the terms with these numbers, vectors and a number they are
 #: times, in any order. The receiver may reuse their memory.
@@ -360,7 +361,9 @@ class Scoring:
         stored = None if parts is None else parts.cpu().numpy()
         self.writer.write(rows, chunk.place, values.cpu().numpy(), stored)
 
-    def _note_sizes(self, contributions: Tensor, new: Sequence[tuple[slice, slice]]) -> None:
+    def _note_sizes(
+        self, contributions: Tensor, new: Sequence[tuple[slice, slice]] = WHOLE
+    ) -> None:
         """Add to the account how large each term's part of the scores is, in the parts of a block
         that are new: an interrupted call may have written some of them."""
         tiles = contributions.unsqueeze(1) if contributions.dim() == 2 else contributions
