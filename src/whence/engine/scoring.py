@@ -399,12 +399,10 @@ class Scoring:
         return self._fitting(1 if self.shared else len(self.terms)) >= queries
 
     def _fitting(self, sets: int) -> int:
-        size = self.workspace.accumulator.itemsize
-        return cost.queries_at_once(self._vector(), size, self.workspace.memory, sets)
-
-    def _vector(self) -> int:
-        """Numbers in a query's vector."""
-        return cost.vector_numbers(self.workspace.tracked)
+        """How many queries' vectors fit, with this many sets of them."""
+        workspace = self.workspace
+        numbers, size = cost.vector_numbers(workspace.tracked), workspace.accumulator.itemsize
+        return cost.queries_at_once(numbers, size, workspace.memory, sets)
 
 
 def _exhaust(vectors: Iterable[Any]) -> None:

@@ -20,6 +20,7 @@ from whence.engine.scoring import Scoring
 from whence.engine.workspace import Columns, Workspace
 from whence.errors import DamagedFile, InvalidInput
 from whence.layers.passes import LOSSES, Weights
+from whence.operators import cost
 from whence.operators.projected import Projected, ProjectedVectors, never_zero
 from whence.persist.cache import Tried
 from whence.store.contents import StoreContents
@@ -241,8 +242,9 @@ class StoredScoring(Scoring):
         # one answer computes the vectors of all terms together
         return max(1, self._fitting(len(self.terms)))
 
-    def _vector(self) -> int:
-        return self.workspace.store.dimension
+    def _fitting(self, sets: int) -> int:
+        numbers, size = self.workspace.store.dimension, self.workspace.accumulator.itemsize
+        return cost.queries_at_once(numbers, size, self.workspace.memory, sets)
 
     def _groups(self, stage: str) -> list[list[str]]:
         return [[block.name for block in self.workspace.passes[stage].tracked.blocks]]
