@@ -41,7 +41,7 @@ from experiments.tasks.forms import (
 )
 from experiments.tasks.methods import ARGUMENTS
 from tools import scale
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 from whence.methods.gradient import USUAL_STEPS
 from whence.operators import cost
 

@@ -25,7 +25,7 @@ from whence.draws import keys, uniforms
 from whence.engine.projected_space import ProjectedSpace, Space
 from whence.engine.workspace import LOSS, Term, Workspace
 from whence.errors import InvalidInput, check_choice, check_count, check_share
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 from whence.methods.trak import Prepared, cholesky
 from whence.operators import KINDS
 from whence.operators.fit import accumulator

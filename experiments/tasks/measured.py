@@ -26,7 +26,8 @@ from torch import Tensor
 import whence
 from whence.engine.dynamics import Rates
 from whence.engine.workspace import Term, Workspace
-from whence.layers.capture import LayerFactors, Outputs, ParameterBlock
+from whence.layers.capture import LayerFactors, Outputs
+from whence.layers.kind import ParameterBlock
 from whence.layers.passes import Weights
 from whence.layers.rows import Rows
 from whence.operators import EKFAC, KINDS, Basis, Fitter, coupling, products

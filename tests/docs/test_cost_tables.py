@@ -57,7 +57,7 @@ def test_the_page_states_the_factors() -> None:
 
 def test_the_formulas_on_the_page_are_the_counts() -> None:
     """The table of operations, written out anew."""
-    from whence.layers.capture import ParameterBlock
+    from whence.layers.kind import ParameterBlock
     from whence.operators import cost
 
     for o, i, t, q in ((10, 64, 1, 7), (96, 32, 12, 5), (8, 40, 100, 3)):

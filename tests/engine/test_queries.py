@@ -18,7 +18,7 @@ import whence
 from benchmarks.models import GPT
 from whence.engine.query_factors import plan
 from whence.errors import FolderConflict
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 from whence.layers.rows import Rows
 from whence.operators.products import FactoredReadout, leading
 

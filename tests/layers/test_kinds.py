@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import whence
-from whence.layers import capture
+import whence.layers.kind
 from whence.layers.parameter import OnePerExample
 from whence.layers.passes import Signal
 from whence.operators import EKFAC, BlockDiagonal, gauss_newton
@@ -164,7 +164,7 @@ WIDE = ["Conv1d", "Conv1d, everything", "MultiheadAttention", "LSTM", "ConvTrans
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_matrices_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients, and the matrix of all parameters, are the same."""
-    monkeypatch.setattr(capture, "WIDEST", 3)
+    monkeypatch.setattr(whence.layers.kind, "WIDEST", 3)
     model, train, query = made(name)
     check(model, train, query, layers="all")
     scores = influence(model, train, query, solver="cg", tolerance=1e-11, iterations=1000)
@@ -180,7 +180,7 @@ def test_wide_matrices_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 def test_curvature_of_wide_matrices(curvature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Diagonal blocks of the dense covariances: A (6, 6) in 2 + 4, S (4, 4) in 2 + 2."""
-    monkeypatch.setattr(capture, "WIDEST", 3)
+    monkeypatch.setattr(whence.layers.kind, "WIDEST", 3)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     train, query = normal(9, 5), normal(3, 5, seed=1)

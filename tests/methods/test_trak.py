@@ -22,7 +22,7 @@ import whence.persist.files
 from whence.engine.loss_weights import loss_by_measurement
 from whence.engine.projected_space import random_projection
 from whence.engine.workspace import ComputeOptions
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 from whence.layers.passes import Passes
 from whence.methods.trak import Trak
 from whence.projections import Gradients, Projection, Random, TwoSided

@@ -19,7 +19,7 @@ import whence
 import whence.engine.workspace
 import whence.operators.fit
 from whence.data import place
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 from whence.layers.passes import Passes
 from whence.operators import OffloadedFactors
 from whence.operators.fit import factor_bytes, grouped

@@ -31,8 +31,8 @@ from whence.engine.costs import (
 from whence.engine.dynamics import PRECONDITIONED
 from whence.engine.workspace import FACTOR_SHARE, MEMORY_SHARE, Outline, Term
 from whence.errors import InvalidInput, check_choice, check_count, examples_of
-from whence.layers.capture import ParameterBlock
 from whence.layers.choose import Chooser, chooser
+from whence.layers.kind import ParameterBlock
 from whence.layers.tracked import Tracked, Updates, find
 from whence.operators import cost
 from whence.operators.fit import exchanged_batch

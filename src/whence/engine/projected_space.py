@@ -13,7 +13,7 @@ from torch import Tensor
 from whence.engine.queries import Queries
 from whence.engine.workspace import MEASUREMENT, Workspace
 from whence.errors import InvalidInput, whole
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 from whence.layers.passes import MEASUREMENTS, Signal, Weights
 from whence.layers.tracked import Tracked
 from whence.operators import BlockVectors, FitData, cost

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from whence.data import Batches, Contrast, cut
 from whence.errors import InvalidInput, check_count
-from whence.layers.capture import LayerFactors, ParameterBlock
+from whence.layers.capture import LayerFactors
+from whence.layers.kind import ParameterBlock
 from whence.layers.passes import Passes, Signal, Weights
 from whence.operators import Basis, BlockVectors, accumulator
 from whence.operators.products import FactoredReadout, Readout, add_weighted, build

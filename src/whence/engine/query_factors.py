@@ -20,7 +20,7 @@ from torch import Tensor
 from whence.engine.costs import Workload
 from whence.engine.queries import AUTO, PlainGradients, Readouts
 from whence.engine.workspace import VECTORS, Workspace
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 from whence.operators import cost
 from whence.operators.operator import rotate
 from whence.operators.products import (

@@ -18,8 +18,8 @@ from whence.data import Batches, cut
 from whence.engine.ledger import Ledger
 from whence.engine.queries import Queries, QuerySet
 from whence.errors import InvalidIndex, InvalidInput, finite, whole
-from whence.layers.capture import ParameterBlock
 from whence.layers.choose import Chooser
+from whence.layers.kind import ParameterBlock
 from whence.layers.passes import LOSSES, MEASUREMENTS, OUTPUTS, Passes, Signal, Weights
 from whence.operators import (
     KINDS,

@@ -10,7 +10,7 @@ from whence.layers import (  # noqa: F401  (kinds)
     norms,
     recurrent,
 )
-from whence.layers.capture import LayerFactors, ParameterBlock, Tape, TrackedLayer
+from whence.layers.capture import LayerFactors, Tape
 from whence.layers.choose import (
     Chooser,
     by_name,
@@ -20,7 +20,7 @@ from whence.layers.choose import (
     matrices,
     mlp_only,
 )
-from whence.layers.kind import KINDS, Kind, register
+from whence.layers.kind import KINDS, Kind, ParameterBlock, TrackedLayer, register
 from whence.layers.tracked import Excluded, Tracked, Updates, find
 
 __all__ = [

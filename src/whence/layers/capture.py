@@ -7,11 +7,10 @@ parameter gradient is ever computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import pairwise
 from typing import Any, Literal, Self
 
 import torch
@@ -24,73 +23,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from whence.errors import InvalidInput
-from whence.layers.kind import Kind, Places
+from whence.layers.kind import Kind, ParameterBlock, Places, TrackedLayer
 from whence.layers.parameter import OnePerExample
 from whence.layers.rows import Rows
 
 Outputs = Tensor | Rows  # s (n, t, o)
-#: inputs or outputs of a matrix, above which it is cut into blocks, so that covariances and their
-#: eigendecompositions stay small
-WIDEST = 2**14
-
-
-@dataclass(frozen=True)
-class ParameterBlock:
-    """One (o, i) matrix of parameters, its bias as a last column."""
-
-    name: str
-    o: int
-    i: int  # without the bias coordinate
-    bias: bool
-    parameter: str  # the weight's name in the model
-    rows: bool = False  # each row has its own curvature: outputs have no eigenbasis
-    lookup: bool = False  # `s` is `Rows` and nothing else
-    group: int = 0  # of the kind's blocks, the one that this is (a part of)
-    row: int = 0  # where the part begins
-    column: int = 0
-
-    @property
-    def tied(self) -> bool:
-        """Whether its weight is used as a matrix and as a table (a head and an embedding)."""
-        return self.rows and not self.lookup and not self.diagonal
-
-    @property
-    def diagonal(self) -> bool:
-        """Whether there is no eigenbasis at all: rows of one number."""
-        return self.rows and self.width == 1
-
-    @property
-    def width(self) -> int:
-        """Columns, the bias included."""
-        return self.i + self.bias
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.o, self.width
-
-    @property
-    def size(self) -> int:
-        return self.o * self.width
-
-    def inputs_in(self, parts: Sequence[Any]) -> Any:
-        """This block's part of the inputs (n, t, i) of a kind's blocks."""
-        part = parts[self.group]
-        return part if self.rows else _narrowed(part, 2, self.column, self.i)
-
-    def slopes_in(self, parts: Sequence[Tensor]) -> Tensor:
-        """This block's part of the output gradients (n, t, o) of a kind's blocks."""
-        part = parts[self.group]
-        return part if self.rows else _narrowed(part, 2, self.row, self.o)
-
-    def matrix_in(self, parts: Sequence[Tensor]) -> Tensor:
-        """This block's part of matrices (o, width), one for each of a kind's blocks."""
-        rows = _narrowed(parts[self.group], 0, self.row, self.o)
-        return _narrowed(rows, 1, self.column, self.width)
-
-
-def _narrowed(x: Tensor, axis: int, start: int, length: int) -> Tensor:
-    """A part of a tensor; a tensor that is the part, as it is."""
-    return x if x.shape[axis] == length else x.narrow(axis, start, length)
 
 
 class LayerFactors:
@@ -127,83 +64,6 @@ class LayerFactors:
     def add_gram(self, total: Tensor) -> Tensor | None:
         """Add Σ a aᵀ by the shortcut of the layer's kind; None if it has none (see `Kind`)."""
         return None if self._add_gram is None else self._add_gram(total)
-
-
-@dataclass(eq=False)
-class TrackedLayer:
-    """A tracked layer: the modules that use its parameters, each with its kind, and its blocks.
-
-    Attributes:
-        weight, bias: names of the parameters in the model.
-        uses: the modules. Several share the parameters; a lookup and a matrix may share a weight.
-        shared: whether each call has one output for all examples of a batch (a table of positions),
-            and of which shape: "row", one row of the batch; "free", any (biases of attention).
-        idle: whether the model's outputs do not depend on some of its calls, such as those from
-            which DoRA computes a norm. They are left out.
-        windows: how many rows of its input each example has, one after another: windows of an
-            image.
-    """
-
-    name: str
-    weight: str
-    bias: str | None
-    uses: list[tuple[nn.Module, Kind]] = field(default_factory=list)
-    shared: Literal["row", "free"] | None = None
-    idle: bool = False
-    windows: int = 1
-
-    @property
-    def individual(self) -> bool:
-        """Whether the model computes with one value for each example instead of one for all."""
-        return bool(self.shared) or self.uses[0][1].seen in ("copies", "forward")
-
-    @cached_property
-    def blocks(self) -> list[ParameterBlock]:
-        module, kind = self.uses[0]
-        groups, o, i = kind.shape(module)
-        forms, bias = {kind.form for _, kind in self.uses}, self.bias is not None
-        if kind.form == "elementwise":  # weight and bias in one column
-            o, bias = o * len(self.parameter_names()), False
-        split, lookup = forms == {"matrix"}, forms == {"lookup"}
-        places = [
-            (g, row, column)
-            for g in range(groups)
-            for row in (_cuts(o) if split else [(0, o)])
-            for column in (_cuts(i) if split else [(0, i)])
-        ]
-        blocks = []
-        for k, (group, (row, height), (column, width)) in enumerate(places):
-            name = self.name if len(places) == 1 else f"{self.name}[{k}]"
-            last = bias and column + width == i
-            form = self.weight, not split, lookup
-            blocks.append(ParameterBlock(name, height, width, last, *form, group, row, column))
-        return blocks
-
-    def parameter_names(self) -> list[str]:
-        return [self.weight] + ([self.bias] if self.bias else [])
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by name."""
-        of_module = self.uses[0][0]._parameters
-        named = {name: of_module[name.rpartition(".")[2]] for name in self.parameter_names()}
-        return {name: p for name, p in named.items() if p is not None}
-
-    def matrices(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Tensors shaped like the parameters, by name, as a matrix (o, width) for each block."""
-        module, kind = self.uses[0]
-        weights = kind.matrices(module, tensors[self.weight])
-        if self.bias is not None:
-            columns = [v.unsqueeze(1) for v in kind.vectors(module, tensors[self.bias])]
-            axis = 0 if kind.form == "elementwise" else 1
-            weights = [torch.cat(pair, axis) for pair in zip(weights, columns, strict=True)]
-        return [block.matrix_in(weights) for block in self.blocks]
-
-
-def _cuts(size: int) -> list[tuple[int, int]]:
-    """(start, length) of nearly equal parts of an axis, each at most WIDEST long."""
-    count = -(-size // WIDEST)
-    starts = [size * k // count for k in range(count + 1)]
-    return [(start, stop - start) for start, stop in pairwise(starts)]
 
 
 def sides(kind: Kind, inputs: Tensor | Rows, gradient: Tensor, o: int) -> tuple[Tensor, Outputs]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from whence.layers.capture import TrackedLayer
+from whence.layers.kind import TrackedLayer
 
 QUERIES = ("q_proj", "query", "q_lin", "wq", "q")
 KEYS = ("k_proj", "key", "k_lin", "wk", "k", "v_proj", "value", "v_lin", "wv", "v")

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from whence.data import Batches, cut, place
 from whence.errors import InvalidInput, InvalidTarget, NotFinite, examples_of
 from whence.layers.aligned import AlignedProducts
-from whence.layers.capture import LayerFactors, Tape, TrackedLayer
+from whence.layers.capture import LayerFactors, Tape
+from whence.layers.kind import TrackedLayer
 from whence.layers.separate import REDRAWS, Separation, sketch
 from whence.layers.tracked import Tracked
 from whence.persist.cache import Tried, Version

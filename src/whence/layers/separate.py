@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from whence.data import Batches, place, tensors_in
 from whence.errors import InvalidInput, WhenceError, examples_of
-from whence.layers.capture import LayerFactors, Tape, TrackedLayer
+from whence.layers.capture import LayerFactors, Tape
+from whence.layers.kind import TrackedLayer
 from whence.layers.rows import Rows
 from whence.task import Task
 

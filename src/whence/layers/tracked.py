@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whence.data import batch_length
 from whence.errors import InvalidInput
-from whence.layers.capture import ParameterBlock, Tape, TrackedLayer, whole_gradients
+from whence.layers.capture import Tape, whole_gradients
 from whence.layers.choose import Chooser
 from whence.layers.copied import Copied
 from whence.layers.embedding import Embedding
-from whence.layers.kind import Kind, Part, kind_of, own_forward
+from whence.layers.kind import Kind, ParameterBlock, Part, TrackedLayer, kind_of, own_forward
 from whence.layers.linear import Linear
 from whence.layers.parameter import Bias, Direct, one_for_all
 from whence.table import listed

@@ -12,7 +12,7 @@ from functools import cache, partial
 
 import torch
 
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 from whence.layers.tracked import Tracked
 from whence.table import Table
 

@@ -33,7 +33,7 @@ from whence.operators.trimmed import Trimmed
 from whence.operators.whitened import Blockwise, Whitened
 
 if TYPE_CHECKING:
-    from whence.layers.capture import ParameterBlock
+    from whence.layers.kind import ParameterBlock
     from whence.operators.fit import Fitter
     from whence.operators.gauss_newton import GaussNewton
     from whence.operators.statistics import FitData

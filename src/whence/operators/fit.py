@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from whence.errors import NotFinite, warn
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 from whence.layers.passes import Signal, Weights
 from whence.layers.tracked import Tracked
 from whence.operators import cost

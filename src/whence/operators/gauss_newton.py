@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_map_only
 
 from whence.data import batch_length, cut
 from whence.errors import InvalidInput, NotFinite
-from whence.layers.capture import Outputs, Tape, TrackedLayer, sides
+from whence.layers.capture import Outputs, Tape, sides
+from whence.layers.kind import TrackedLayer
 from whence.layers.passes import Passes, Signal, Weights
 from whence.layers.rows import Rows, add_rows
 from whence.layers.tracked import Tracked

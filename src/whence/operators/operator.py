@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 
 ALIGNED = {"cuda": 8}  # numbers: 16 bytes of bfloat16
 V = TypeVar("V")  # vectors: BlockVectors or ProjectedVectors

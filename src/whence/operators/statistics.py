@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches, cut
-from whence.layers.capture import LayerFactors, ParameterBlock
+from whence.layers.capture import LayerFactors
+from whence.layers.kind import ParameterBlock
 from whence.layers.passes import BackwardPass, Passes, Signal, Weights
 from whence.operators import products
 from whence.operators.operator import Basis

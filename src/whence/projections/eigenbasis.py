@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whence.layers.capture import Outputs, ParameterBlock, whole_gradients
+from whence.layers.capture import Outputs, whole_gradients
+from whence.layers.kind import ParameterBlock
 from whence.layers.rows import Rows
 from whence.operators.factored import EigenFactors
 from whence.operators.fit import accumulator

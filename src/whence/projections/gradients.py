@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.data import Batches
-from whence.layers.capture import LayerFactors, Outputs, ParameterBlock
+from whence.layers.capture import LayerFactors, Outputs
+from whence.layers.kind import ParameterBlock
 from whence.layers.passes import Passes, Signal
 from whence.layers.rows import Rows
 from whence.operators.products import build

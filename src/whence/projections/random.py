@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whence.draws import keys
 from whence.errors import InvalidInput
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 from whence.operators.fit import accumulator
 from whence.operators.products import LARGE, buffer
 from whence.persist.identity import sha256_of

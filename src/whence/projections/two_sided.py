@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from whence.errors import InvalidInput
-from whence.layers.capture import ParameterBlock
+from whence.layers.kind import ParameterBlock
 from whence.operators.fit import accumulator
 from whence.persist.identity import sha256_of
 from whence.projections.gradients import Gradients
